@@ -1,0 +1,59 @@
+"""The project's exceptions. The command line prints one line for each and exits 1.
+
+    HeadraceError
+    ├── UsageError          a parameter is out of range, or two contradict each other (exit 2)
+    ├── SourceError         a checkpoint cannot be read: missing, truncated, not a number
+    │   └── UnsupportedModelError   readable, but of a kind this version does not know
+    ├── BundleError         a bundle is missing, damaged, edited, or of another version
+    │   └── TokenizerMismatchError  tokenizer and model disagree
+    ├── ExportError         an export ran and failed, e.g. a parity gate
+    ├── ContextFullError    a prompt does not fit the context
+    ├── ExactnessError      bit-exact decoding cannot be had with this model on this machine
+    └── StorageError        the disk is full, or a path cannot be written
+
+A message says what was got, what is allowed, and what to do. `assert` is for our own mistakes.
+"""
+
+
+class HeadraceError(Exception):
+    """Base of every error that is not a bug; its text is one line meant for the user."""
+
+    exit_code = 1
+
+
+class UsageError(HeadraceError):
+    """A parameter is out of range, or two contradict each other."""
+
+    exit_code = 2
+
+
+class SourceError(HeadraceError):
+    """A checkpoint cannot be read."""
+
+
+class UnsupportedModelError(SourceError):
+    """A checkpoint is readable, but of a kind this version does not know."""
+
+
+class BundleError(HeadraceError):
+    """A bundle is missing, damaged, edited, or of another version."""
+
+
+class TokenizerMismatchError(BundleError):
+    """Tokenizer and model do not belong together."""
+
+
+class ExportError(HeadraceError):
+    """An export ran and failed."""
+
+
+class ContextFullError(HeadraceError):
+    """A prompt does not fit the context."""
+
+
+class ExactnessError(HeadraceError):
+    """Bit-exact decoding cannot be had with this model on this machine."""
+
+
+class StorageError(HeadraceError):
+    """The disk is full, or a path cannot be written."""

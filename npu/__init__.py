@@ -1,0 +1,1 @@
+"""The NPU path of the RK3588."""

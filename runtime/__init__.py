@@ -1,0 +1,1 @@
+"""The runtime: loads a bundle and answers. Needs neither onnx nor torch."""
