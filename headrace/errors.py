@@ -9,6 +9,7 @@
     ├── ExportError         an export ran and failed, e.g. a parity gate
     ├── ContextFullError    a prompt does not fit the context
     ├── ExactnessError      bit-exact decoding cannot be had with this model on this machine
+    ├── ModelOutputError    a model returned logits that are not numbers
     └── StorageError        the disk is full, or a path cannot be written
 
 A message says what was got, what is allowed, and what to do. `assert` is for our own mistakes.
@@ -53,6 +54,10 @@ class ContextFullError(HeadraceError):
 
 class ExactnessError(HeadraceError):
     """Bit-exact decoding cannot be had with this model on this machine."""
+
+
+class ModelOutputError(HeadraceError):
+    """A model returned logits that are not numbers."""
 
 
 class StorageError(HeadraceError):
