@@ -1,11 +1,12 @@
 """Block quantisation of weight matrices, 32 columns a block.
 
-One record covers everything the graph can run: w = scale * (code - 2^(bits-1)) + offset, which is
-GGUF's Q4_0 and Q8_0 without an offset and Q4_1 with one (offset = m + 8 d), exactly.
+One record covers everything the graph can run: w = scale * (code - zero_point) + offset. Without
+zero points and offsets it is GGUF's Q4_0 and Q8_0; with an offset of m + 8 d it is Q4_1, exactly.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,13 +19,14 @@ Bits = Literal[4, 8]
 F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
 
+_ROWS_AT_ONCE = 1024  # bounds the temporaries of a vocabulary-sized matrix
+
 
 @dataclass(frozen=True, eq=False)
 class QuantMatrix:
     """A weight matrix W [N, K] in blocks along K; y = x @ W.T.
 
-    K is padded up to whole blocks; the padding decodes to zero only by not being read, so
-    `dequantize` cuts it off.
+    K is padded up to whole blocks; what the padding decodes to is never read.
     """
 
     bits: Bits
@@ -33,9 +35,11 @@ class QuantMatrix:
     scales: F32
     """[N, ceil(K/32)]"""
     offsets: F32 | None
-    """[N, ceil(K/32)], or None for a symmetric matrix."""
+    """[N, ceil(K/32)], added to every weight of the block; or None."""
     columns: int
     """K."""
+    zero_points: U8 | None = None
+    """[N, ceil(K/32)], the code that stands for 0; None is 2^(bits-1) everywhere."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -43,12 +47,79 @@ class QuantMatrix:
 
     def dequantize(self) -> F32:
         """The float32 matrix [N, K] that this one stands for."""
-        w = (self.codes.astype(np.float32) - 2 ** (self.bits - 1)) * self.scales[..., None]
+        zero: np.float32 | F32 = np.float32(2 ** (self.bits - 1))
+        if self.zero_points is not None:
+            zero = self.zero_points[..., None].astype(np.float32)
+        w = (self.codes.astype(np.float32) - zero) * self.scales[..., None]
         if self.offsets is not None:
             w += self.offsets[..., None]
-        return w.reshape(len(w), -1)[:, : self.columns]
+        return np.asarray(w.reshape(len(w), -1)[:, : self.columns])
 
     def rows(self, order: npt.NDArray[np.int64]) -> QuantMatrix:
         """The matrix with its rows taken in another order."""
         offsets = None if self.offsets is None else self.offsets[order]
-        return QuantMatrix(self.bits, self.codes[order], self.scales[order], offsets, self.columns)
+        zeros = None if self.zero_points is None else self.zero_points[order]
+        return QuantMatrix(
+            self.bits, self.codes[order], self.scales[order], offsets, self.columns, zeros
+        )
+
+    @classmethod
+    def stack(cls, parts: Sequence[QuantMatrix]) -> QuantMatrix:
+        """Matrices of one form and one K, one below the other."""
+        offsets = [p.offsets for p in parts if p.offsets is not None]
+        zeros = [p.zero_points for p in parts if p.zero_points is not None]
+        return cls(
+            parts[0].bits,
+            np.concatenate([p.codes for p in parts]),
+            np.concatenate([p.scales for p in parts]),
+            np.concatenate(offsets) if offsets else None,
+            parts[0].columns,
+            np.concatenate(zeros) if zeros else None,
+        )
+
+
+def pack(w: QuantMatrix) -> U8:
+    """Codes as MatMulNBits and GatherBlockQuantized store them: low nibble first at 4 bits.
+
+    Returns [N, ceil(K/32), 32 * bits / 8].
+    """
+    if w.bits == 8:
+        return w.codes
+    return w.codes[..., 0::2] | (w.codes[..., 1::2] << 4)
+
+
+def pack_zero_points(w: QuantMatrix) -> U8:
+    """Zero points [N, blocks] as MatMulNBits stores them: two a byte at 4 bits."""
+    assert w.zero_points is not None
+    if w.bits == 8:
+        return w.zero_points
+    zeros = np.pad(w.zero_points, ((0, 0), (0, w.zero_points.shape[1] % 2)))
+    return zeros[:, 0::2] | (zeros[:, 1::2] << 4)
+
+
+def quantize_int8(weight: F32) -> QuantMatrix:
+    """Symmetric 8-bit: a step of max|w| / 127 a block."""
+    blocks = _blocks(weight)
+    codes = np.empty(blocks.shape, np.uint8)
+    scales = np.empty(blocks.shape[:2], np.float32)
+    for part in _parts(len(blocks)):
+        w = blocks[part]
+        step = np.abs(w).max(axis=-1) / np.float32(127)
+        codes[part] = _encode(w, step, 127) + 128
+        scales[part] = step
+    return QuantMatrix(8, codes, scales, None, weight.shape[1])
+
+
+def _encode(w: F32, step: F32, limit: int) -> npt.NDArray[np.int16]:
+    safe = np.where(step == 0, np.float32(1), step)[..., None]
+    return np.clip(np.rint(w / safe), -limit, limit).astype(np.int16)
+
+
+def _blocks(weight: F32) -> F32:
+    rows, columns = weight.shape
+    padded = np.pad(weight, ((0, 0), (0, -columns % BLOCK)))
+    return padded.reshape(rows, -1, BLOCK)
+
+
+def _parts(rows: int) -> list[slice]:
+    return [slice(i, i + _ROWS_AT_ONCE) for i in range(0, rows, _ROWS_AT_ONCE)]

@@ -1,0 +1,48 @@
+"""Backend: the seam between the engine and what runs a model (ONNX Runtime here, an NPU later)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from headrace.runtime.batch import F32, LaneRows
+
+
+@dataclass(frozen=True)
+class BackendFacts:
+    """What a backend can hold and do. The engine asks these and never the backend's name."""
+
+    vocab_size: int
+    lanes: int
+    capacity: int
+    """Tokens a lane can hold."""
+    max_rows: int
+    """Rows a lane may add in one pass."""
+    max_wanted: int
+    """Rows in one pass whose logits can be returned."""
+    exact: bool
+    """Whether a row's logits are the same bits however it came to be computed."""
+
+
+class Backend(Protocol):
+    """Runs passes over one model whose KV it owns."""
+
+    @property
+    def facts(self) -> BackendFacts: ...
+
+    @property
+    def seconds_in_passes(self) -> float:
+        """Time spent inside the runtime library since the start, for host-overhead figures."""
+        ...
+
+    def forward(self, rows: Sequence[LaneRows]) -> F32:
+        """Runs one pass over consecutive lanes, one entry each; an entry may have no rows.
+
+        Returns:
+            logits [number of wanted rows, vocab_size], in the order of `rows` and `wanted`. The
+            memory is the backend's and holds until the next call.
+        """
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,51 @@
+"""When rows come out as the same bits: the rules of docs/exactness.md as functions."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+
+from headrace.errors import ExactnessError
+from headrace.models.config import ModelConfig
+
+MIN_DECLARED_ROWS = 2
+"""A lane that declares one row gets another attention kernel, and other last bits."""
+
+MAX_EXACT_HEAD_DIM = 128
+"""Above it, x86 kernels of a float cache depend on the width of the pass."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The facts about a CPU that decide what is exact on it."""
+
+    arch: str
+    row_multiple: int
+    """Slots in use after a pass must be a multiple of this."""
+
+    @classmethod
+    def here(cls) -> Machine:
+        arch = platform.machine()
+        return cls(arch, 4 if arch in ("aarch64", "arm64") else 1)
+
+
+def declared_rows(past: int, num_rows: int, machine: Machine) -> int:
+    """Rows to declare to the attention operator for `num_rows` real ones, padding included."""
+    declared = max(num_rows, MIN_DECLARED_ROWS)
+    return declared + -(past + declared) % machine.row_multiple
+
+
+def is_exact(config: ModelConfig, kv: str, machine: Machine) -> bool:
+    float_cache = kv != "int8"
+    is_arm = machine.row_multiple > 1
+    return is_arm or not float_cache or config.head_dim <= MAX_EXACT_HEAD_DIM
+
+
+def require_exact(config: ModelConfig, kv: str, machine: Machine) -> None:
+    """Raises ExactnessError where `is_exact` says no."""
+    if not is_exact(config, kv, machine):
+        raise ExactnessError(
+            f"a {kv} cache with head_dim {config.head_dim} is not bit-exact on {machine.arch} "
+            f"(at most {MAX_EXACT_HEAD_DIM} is); export with --kv int8, or run with "
+            "--exactness tree, which promises the distribution but not the bits"
+        )
