@@ -52,9 +52,8 @@ class FileRange:
 
 def mapped_ranges(path: Path) -> tuple[FileRange, ...]:
     """The parts of a file that this process has mapped, sorted, overlaps merged."""
-    inode, real = path.stat().st_ino, str(path.resolve())
     merged: list[FileRange] = []
-    for part in sorted(_mappings(inode, real)):
+    for part in sorted(_mappings(str(path.resolve()))):
         last = merged[-1] if merged else None
         if last and part.offset <= last.offset + last.length:
             end = max(last.offset + last.length, part.offset + part.length)
@@ -64,11 +63,12 @@ def mapped_ranges(path: Path) -> tuple[FileRange, ...]:
     return tuple(merged)
 
 
-def _mappings(inode: int, path: str) -> list[FileRange]:
+def _mappings(path: str) -> list[FileRange]:
     found = []
     for line in Path("/proc/self/maps").read_text().splitlines():
-        span, _, offset, _, number, *name = line.split(maxsplit=5)
-        if name == [path] and int(number) == inode:
+        # By path alone: on overlay file systems the inode shown here is not the one of stat.
+        span, _, offset, _, _, *name = line.split(maxsplit=5)
+        if name == [path]:
             start, end = (int(address, 16) for address in span.split("-"))
             found.append(FileRange(int(offset, 16), end - start))
     return found

@@ -131,7 +131,9 @@ def mlock(prepared: Prepared) -> LockedPages:
     Call it after the session over `prepared` is made: what the session still maps then is what
     its runs read, about half of the file. Raises HeadraceError when the limit is too low.
     """
-    return LockedPages(prepared.data, mapped_ranges(prepared.data))
+    ranges = mapped_ranges(prepared.data)
+    assert ranges or not prepared.data.stat().st_size, "the session is not made yet"
+    return LockedPages(prepared.data, ranges)
 
 
 def pack(graph: Path, folder: Path, threads: int | None) -> None:

@@ -22,7 +22,7 @@ from onnx import TensorProto, helper, numpy_helper
 from headrace.errors import BundleError, HeadraceError, StorageError
 from headrace.runtime import prepare as prepare_module
 from headrace.runtime import stamp
-from headrace.runtime.memory import FileRange, LockedPages, mapped_ranges, usage
+from headrace.runtime.memory import mapped_ranges, usage
 from headrace.runtime.prepare import PROVIDERS, Prepared, mlock, prepare, session_options
 
 IDS = np.arange(23, dtype=np.int64) * 7
@@ -433,15 +433,6 @@ def test_loading_takes_little_anonymous_memory(tmp_path: Path) -> None:
     assert plain > packed and grown < plain / 2, (plain, grown, packed)
 
 
-def test_usage_counts_what_is_touched() -> None:
-    before = usage()
-    block = np.ones(32 << 20, np.uint8)
-    after = usage()
-    assert after.rss_anon - before.rss_anon > block.nbytes * 0.9
-    assert after.vm_hwm >= after.rss_anon + after.rss_file
-    assert before.rss_file > 0 <= before.swap
-
-
 def test_mlock_holds_what_the_session_maps(made: Prepared) -> None:
     options = session_options(1, prepared=True)
     session = ort.InferenceSession(str(made.model), options, providers=PROVIDERS)
@@ -459,33 +450,3 @@ def test_mlock_holds_what_the_session_maps(made: Prepared) -> None:
 def locked() -> int:
     (line,) = (x for x in Path("/proc/self/status").read_text().splitlines() if "VmLck" in x)
     return int(line.split()[1]) * 1024
-
-
-REFUSED = """
-import os, resource, sys
-from pathlib import Path
-from headrace.errors import HeadraceError
-from headrace.runtime.memory import FileRange, LockedPages
-resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
-if os.getuid() == 0:
-    os.setuid(65534)
-try:
-    LockedPages(Path(sys.argv[1]), [FileRange(0, 1 << 20)])
-except HeadraceError as error:
-    print(error)
-"""
-
-
-def test_mlock_names_the_limit(open_folder: Path) -> None:
-    path = open_folder / "weights"
-    path.write_bytes(bytes(1 << 20))
-    message = start(REFUSED, path).communicate()[0]
-    assert "cannot lock 1024 KiB of weights" in message
-    assert "the limit is 64 KiB" in message and "ulimit -l" in message
-
-
-def test_locked_pages_close_twice(made: Prepared) -> None:
-    pages = LockedPages(made.data, [FileRange(0, 4096)])
-    pages.close()
-    pages.close()
-    assert locked() == 0
