@@ -19,6 +19,7 @@ from headrace.export.weights import F32, Weight, check_finite, check_table
 from headrace.models.config import ModelConfig
 from headrace.models.families import FAMILIES, weights
 from headrace.models.families_gguf import GgufTensors, config_from_gguf
+from headrace.models.fields import Fields, shown
 
 # Hugging Face's name -> GGUF's
 _GLOBAL_NAMES = {
@@ -75,9 +76,10 @@ class GgufCheckpoint:
         where = str(path)
         file = read_gguf(path)
         metadata, tensors = file.metadata, file.tensors
-        if metadata.get("split.count", 1) > 1:
+        parts = metadata.get("split.count", 1)
+        if parts not in (0, 1):
             raise UnsupportedModelError(
-                f"{where}: one of {metadata['split.count']} parts; "
+                f"{where}: one of {shown(parts)} parts; "
                 "join them first with llama-gguf-split --merge"
             )
         config = config_from_gguf(metadata, _facts(tensors, path), where)
@@ -87,11 +89,14 @@ class GgufCheckpoint:
         check_table(expected, found, where)
         for tensor in {t.type: t for t in tensors.values()}.values():
             _dequantize(tensor, path, rows=1)
+        settings = Fields(metadata, where)
         sampling = {
-            name: float(metadata[key]) for key, name in _SAMPLING.items() if key in metadata
+            name: settings.number(key, 0.0, 1e9)
+            for key, name in _SAMPLING.items()
+            if key in metadata
         }
         return cls(
-            str(metadata.get("general.name") or path.stem),
+            shown(metadata.get("general.name") or path.stem),
             config,
             sampling,
             path,

@@ -92,7 +92,7 @@ def read_gguf(path: Path) -> GgufFile:
     num_tensors, num_pairs = cursor.number("<Q"), cursor.number("<Q")
     metadata: dict[str, Any] = {}
     for _ in range(num_pairs):
-        key = cursor.text()
+        key = cursor.name()
         metadata[key] = cursor.value(cursor.number("<I"))
     infos = [_TensorInfo.read(cursor) for _ in range(num_tensors)]
     alignment = metadata.get("general.alignment", 32)
@@ -117,7 +117,7 @@ class _TensorInfo:
 
     @classmethod
     def read(cls, cursor: _Cursor) -> _TensorInfo:
-        name = cursor.text()
+        name = cursor.name()
         num_dims = cursor.number("<I")
         if not 1 <= num_dims <= MAX_DIMS:
             raise cursor.damaged(f"tensor {name} has {num_dims} dimensions")
@@ -172,6 +172,13 @@ class _Cursor:
             return self.take(self.number("<Q")).decode()
         except UnicodeDecodeError as error:
             raise self.damaged(f"text at byte {start} is not UTF-8") from error
+
+    def name(self) -> str:
+        """Text that may stand in a message."""
+        text = self.text()
+        if not text.isprintable():
+            raise self.damaged(f"the name {text[:60]!r} is not printable")
+        return text
 
     def value(self, kind: int) -> Any:
         if kind in _SCALARS:

@@ -7,6 +7,7 @@ from typing import Any
 
 from headrace.errors import SourceError
 from headrace.export.checkpoint import TokenizerSource
+from headrace.models.fields import shown
 
 # SentencePiece models whose files do not say otherwise
 _SPM_BOS, _SPM_EOS = 1, 2
@@ -65,5 +66,5 @@ def _id(metadata: Mapping[str, Any], kind: str, num_tokens: int, where: str) -> 
     if value is None:
         return None
     if not isinstance(value, int) or not 0 <= value < num_tokens:
-        raise SourceError(f"{where}: {key} is {value!r}, but there are {num_tokens} tokens")
+        raise SourceError(f"{where}: {key} is {shown(value)}, but there are {num_tokens} tokens")
     return value

@@ -18,6 +18,7 @@ from headrace.export.huggingface_text import read_json, read_sampling, read_toke
 from headrace.export.weights import F32, Shape, check_finite, check_table
 from headrace.models.config import ModelConfig
 from headrace.models.families import config_from_hf, weights
+from headrace.models.fields import shown
 
 DTYPES = ("F32", "F16", "BF16")
 _SINGLE = "model.safetensors"
@@ -112,17 +113,17 @@ def _shard_paths(folder: Path) -> list[Path]:
     names = sorted({str(name) for name in weight_map.values()})
     for name in names:
         if Path(name).name != name:
-            raise SourceError(f"{folder / _INDEX}: {name} is not a file name")
+            raise SourceError(f"{folder / _INDEX}: {shown(name)} is not a file name")
         if not (folder / name).is_file():
-            raise SourceError(f"{folder / name}: this shard is missing; {_INDEX} lists it")
+            raise SourceError(f"{folder / shown(name)}: this shard is missing; {_INDEX} lists it")
     return [folder / name for name in names]
 
 
 def _open_shard(path: Path) -> Any:
+    # safetensors reports a file that may not be read as one that does not exist
+    path.open("rb").close()
     try:
         return safetensors.safe_open(path, framework="numpy")
-    except PermissionError:
-        raise
     except (safetensors.SafetensorError, OSError) as error:
         reason = " ".join(str(error).split())
         raise SourceError(
@@ -137,7 +138,9 @@ def _entries(shards: Mapping[Path, Any]) -> dict[str, _Entry]:
             if name.endswith(_HARMLESS):
                 continue
             if name in entries:
-                raise SourceError(f"{path}: weight {name} is also in {entries[name].file.name}")
+                raise SourceError(
+                    f"{path}: weight {shown(name)} is also in {entries[name].file.name}"
+                )
             part = shard.get_slice(name)
             entries[name] = _Entry(path, name, part.get_dtype(), tuple(part.get_shape()))
     if all(name.startswith(_TEXT_PREFIX) for name in entries):

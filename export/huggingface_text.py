@@ -9,6 +9,7 @@ from typing import Any
 
 from headrace.errors import SourceError
 from headrace.export.checkpoint import TokenizerSource
+from headrace.models.fields import shown
 
 # tokenizer classes that build their post-processor from add_bos_token, which they default to true
 _BOS_CLASSES = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer")
@@ -53,7 +54,7 @@ def read_sampling(folder: Path) -> dict[str, float]:
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e9:
-            raise SourceError(f"{path}: {key} is {value!r}, expected a number of at least 0")
+            raise SourceError(f"{path}: {key} is {shown(value)}, expected a number of at least 0")
         sampling[name] = value
     if values.get("do_sample") is False:
         sampling = {k: v for k, v in sampling.items() if k == "repeat_penalty"}
@@ -122,8 +123,8 @@ def _special_id(
         value = value.get("content")
     if value is None:
         return None
-    if value not in ids:
-        raise SourceError(f"{path}: {key} {value!r} is not in the vocabulary")
+    if not isinstance(value, str) or value not in ids:
+        raise SourceError(f"{path}: {key} {shown(value)} is not in the vocabulary")
     return ids[value]
 
 
@@ -133,7 +134,7 @@ def _ids(values: Mapping[str, Any], key: str, path: Path) -> list[int]:
     listed = [] if value is None else value if isinstance(value, list) else [value]
     for item in listed:
         if isinstance(item, bool) or not isinstance(item, int) or item < 0:
-            raise SourceError(f"{path}: {key} is {value!r}, expected one token id or a list")
+            raise SourceError(f"{path}: {key} is {shown(value)}, expected one token id or a list")
     return list(listed)
 
 
@@ -166,7 +167,7 @@ def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
         if "default" not in named:
             raise SourceError(
                 f"{path}: chat_template has no template named default; it has: "
-                f"{', '.join(str(name) for name in named)}"
+                f"{', '.join(shown(name) for name in named)}"
             )
         value = named["default"]
     if value is not None and not isinstance(value, str):

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from headrace.errors import SourceError, UnsupportedModelError
 from headrace.export.quantize import QuantMatrix
+from headrace.models.fields import shown
 
 F32 = npt.NDArray[np.float32]
 Weight = F32 | QuantMatrix
@@ -36,7 +37,7 @@ def check_table(expected: Mapping[str, Shape], found: Mapping[str, Shape], where
     if left_over:
         known = sorted({re.sub(r"\.\d+\.", ".N.", name) for name in expected})
         raise UnsupportedModelError(
-            f"{where}: weight {left_over[0]} is unknown{_more(left_over)}; "
+            f"{where}: weight {shown(left_over[0])} is unknown{_more(left_over)}; "
             f"known: {', '.join(known)}"
         )
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from headrace.errors import SourceError, UnsupportedModelError
 from headrace.models.config import Activation, LayerType, ModelConfig, Rope
-from headrace.models.fields import Fields
+from headrace.models.fields import Fields, shown
 from headrace.models.rope_kinds import MAX_POSITION, global_rope, local_rope
 
 Windows = Literal["none", "all", "upper", "pattern"]
@@ -168,7 +168,9 @@ def config_from_hf(config_json: Mapping[str, Any], where: str = "config.json") -
     found = [f for f in FAMILIES.values() if name in f.architectures]
     if not found:
         known = ", ".join(a for f in FAMILIES.values() for a in f.architectures)
-        raise UnsupportedModelError(f"{where}: architecture {name} is not known; known: {known}")
+        raise UnsupportedModelError(
+            f"{where}: architecture {shown(name)} is not known; known: {known}"
+        )
     family = found[0]
     nested = Fields(config_json, where).mapping("text_config")
     if nested is not None and family.local_rope:
@@ -178,7 +180,7 @@ def config_from_hf(config_json: Mapping[str, Any], where: str = "config.json") -
     if factor is not None and factor != 1:
         refused.append("partial_rotary_factor")
     if refused:
-        values = ", ".join(f"{key} = {str(config_json[key])[:60]}" for key in refused)
+        values = ", ".join(f"{key} = {shown(config_json[key])}" for key in refused)
         raise UnsupportedModelError(
             f"{where}: {values} is not supported; known are float weights, dense layers, "
             "heads rotated as a whole, no soft-capping"
@@ -285,7 +287,7 @@ def _given_types(
     unknown = [str(name) for name in given if str(name) not in _LAYER_TYPES]
     if unknown:
         raise UnsupportedModelError(
-            f"{fields.where}: layer_types has {unknown[0]}; known: {', '.join(_LAYER_TYPES)}"
+            f"{fields.where}: layer_types has {shown(unknown[0])}; known: {', '.join(_LAYER_TYPES)}"
         )
     types: tuple[LayerType, ...] = tuple(_LAYER_TYPES[name] for name in given)
     if "sliding" in types and not windowed:

@@ -14,7 +14,7 @@ from headrace.errors import SourceError, UnsupportedModelError
 from headrace.models import rope
 from headrace.models.config import ModelConfig, Rope
 from headrace.models.families import FAMILIES, MISTRAL, Family, build, head_dim_of
-from headrace.models.fields import Fields
+from headrace.models.fields import Fields, shown
 from headrace.models.rope_kinds import global_rope
 
 
@@ -78,7 +78,7 @@ def config_from_gguf(
     if not found:
         known = ", ".join(sorted({f.gguf for f in FAMILIES.values()}))
         raise UnsupportedModelError(
-            f"{where}: general.architecture {arch} is not known; known: {known}"
+            f"{where}: general.architecture {shown(arch)} is not known; known: {known}"
         )
     family = found[0]
     own = {
@@ -94,7 +94,7 @@ def config_from_gguf(
     for key in ("attention.value_length", "rope.dimension_count"):
         if own.get(key, head_dim) != head_dim:
             raise UnsupportedModelError(
-                f"{where}: {arch}.{key} is {own[key]}; only the head dimension {head_dim} is known"
+                f"{where}: {arch}.{key} is {shown(own[key])}; only the head dimension {head_dim} is known"
             )
     config = build(
         family,
@@ -126,7 +126,7 @@ def _refuse_unknown(family: Family, own: Mapping[str, Any], prefix: str) -> None
     unknown = sorted(key for key, value in own.items() if key not in known and value)
     if unknown:
         raise UnsupportedModelError(
-            f"{prefix}{unknown[0]} = {str(own[unknown[0]])[:60]} is not supported; "
+            f"{prefix}{unknown[0]} = {shown(own[unknown[0]])} is not supported; "
             f"known: {', '.join(sorted(known))}"
         )
     if own.get("attention.causal", True) is not True:

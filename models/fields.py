@@ -60,7 +60,7 @@ class Fields:
         if not isinstance(value, str) or value not in table:
             known = ", ".join(sorted(table))
             raise UnsupportedModelError(
-                f"{self.where}: {self.key(key)} is {_short(value)}; known: {known}"
+                f"{self.where}: {self.key(key)} is {shown(value)}; known: {known}"
             )
         return table[value]
 
@@ -75,7 +75,7 @@ class Fields:
 
     def error(self, key: str, wanted: str) -> SourceError:
         """The complaint that `key` is not what was wanted."""
-        value = _short(self.values.get(key))
+        value = shown(self.values.get(key))
         return SourceError(f"{self.where}: {self.key(key)} is {value}, expected {wanted}")
 
     def _get(self, key: str, default: Any) -> Any:
@@ -87,6 +87,7 @@ class Fields:
         return value
 
 
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+def shown(value: Any) -> str:
+    """A value of a checkpoint as a message may show it: one short line, nothing unprintable."""
+    text = value if isinstance(value, str) and value.isprintable() else repr(value)
+    return text if len(text) <= 100 else text[:97] + "..."

@@ -12,7 +12,7 @@ from typing import Any
 from headrace.errors import SourceError, UnsupportedModelError
 from headrace.models import rope
 from headrace.models.config import Rope
-from headrace.models.fields import Fields
+from headrace.models.fields import Fields, shown
 
 MAX_POSITION = 1 << 26
 _THETA = (1.0 + 1e-6, 1e15)
@@ -47,7 +47,7 @@ def _resolve(fields: Fields, parameters: Fields | None, head_dim: int, theta: fl
     unknown = sorted(key for key in parameters.values if key not in _KEYS)
     if unknown:
         raise UnsupportedModelError(
-            f"{parameters.where}: unknown key {unknown[0]}; known: {', '.join(sorted(_KEYS))}"
+            f"{parameters.where}: unknown key {shown(unknown[0])}; known: {', '.join(sorted(_KEYS))}"
         )
     if parameters.number("partial_rotary_factor", 0.0, 1.0, default=1.0) != 1.0:
         raise UnsupportedModelError(
