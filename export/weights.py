@@ -1,4 +1,4 @@
-"""What every checkpoint must pass, whatever its format: the table of weights, and finite numbers."""
+"""What every checkpoint must pass, in any format: the table of weights, and finite numbers."""
 
 from __future__ import annotations
 

@@ -94,7 +94,8 @@ def config_from_gguf(
     for key in ("attention.value_length", "rope.dimension_count"):
         if own.get(key, head_dim) != head_dim:
             raise UnsupportedModelError(
-                f"{where}: {arch}.{key} is {shown(own[key])}; only the head dimension {head_dim} is known"
+                f"{where}: {arch}.{key} is {shown(own[key])}; "
+                f"only the head dimension {head_dim} is known"
             )
     config = build(
         family,

@@ -46,8 +46,9 @@ def _resolve(fields: Fields, parameters: Fields | None, head_dim: int, theta: fl
         return rope.plain(head_dim, theta)
     unknown = sorted(key for key in parameters.values if key not in _KEYS)
     if unknown:
+        known = ", ".join(sorted(_KEYS))
         raise UnsupportedModelError(
-            f"{parameters.where}: unknown key {shown(unknown[0])}; known: {', '.join(sorted(_KEYS))}"
+            f"{parameters.where}: unknown key {shown(unknown[0])}; known: {known}"
         )
     if parameters.number("partial_rotary_factor", 0.0, 1.0, default=1.0) != 1.0:
         raise UnsupportedModelError(
