@@ -16,8 +16,6 @@ from independent_export import optimum_logits
 from tiny_checkpoints import DATA, TINY, reference_logits, stored
 from tiny_gguf import write_gguf
 
-from headrace.export.demo_model import obtain
-
 # torch, transformers and optimum warn about their own insides, anew in each version.
 pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
 
@@ -75,10 +73,9 @@ def test_transformers_reads_our_gguf(name: str, tmp_path: Path) -> None:
     assert np.abs(read - expected.logits).max() < REFERENCE_TOLERANCE
 
 
-def test_smollm2() -> None:
+def test_smollm2(smollm2_gguf: Path) -> None:
     """Stored and reference logits; one test, since loading the model takes a minute."""
-    gguf = obtain()
-    model, ids = smollm2.load(gguf)
+    model, ids = smollm2.load(smollm2_gguf)
     live = smollm2.logits(model, ids)
     made = smollm2.fixture(live, ids)
     with np.load(DATA / "smollm2_logits.npz") as arrays:
@@ -87,4 +84,4 @@ def test_smollm2() -> None:
             np.testing.assert_array_equal(made[exact], arrays[exact])
         for close in ("sample_logits", "top_logits", "logsumexp"):
             assert np.abs(made[close] - arrays[close]).max() < REFERENCE_TOLERANCE, close
-    assert np.abs(reference_logits(gguf, ids) - live).max() < REFERENCE_TOLERANCE
+    assert np.abs(reference_logits(smollm2_gguf, ids) - live).max() < REFERENCE_TOLERANCE
