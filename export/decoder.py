@@ -41,7 +41,9 @@ def build_target(
         table = matrix("model.embed_tokens.weight")
         x = layers.embedding(g, "model.embed_tokens", "input_ids", table)
         if config.embed_scale != 1.0:
-            x = g.node("Mul", x, g.constant("embed_scale", np.float32(config.embed_scale)))
+            x = g.node(
+                "Mul", x, g.constant("embed_scale", np.array(config.embed_scale, np.float32))
+            )
         for layer in range(config.num_layers):
             scales = kv_scales[layer] if kv_scales else None
             x = _Layer(g, config, matrix, vector, layer, kv, scales).emit(x)
@@ -51,9 +53,7 @@ def build_target(
         g.finish(target_inputs(config, kv), target_outputs(config, kv))
 
 
-def _head(
-    g: GraphBuilder, x: str, config: ModelConfig, weight: Matrix, vector: ReadVector
-) -> None:
+def _head(g: GraphBuilder, x: str, config: ModelConfig, weight: Matrix, vector: ReadVector) -> None:
     # The vocabulary projection over every prefill row would be most of a prefill's work.
     flat = g.node("Reshape", x, g.ints(-1, config.hidden_size))
     wanted = g.node("Gather", flat, "logit_rows")  # [R, D]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +35,7 @@ class GraphBuilder:
         self._initializers: list[TensorProto] = []
         self._prefix = ""
 
-    def __enter__(self) -> GraphBuilder:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -55,14 +55,21 @@ class GraphBuilder:
         return self.node_n(op, 1, *inputs, domain=domain, **attributes)[0]
 
     def node_n(
-        self, op: str, outputs: int | Sequence[str], *inputs: str, domain: str = "", **attributes: Any
+        self,
+        op: str,
+        outputs: int | Sequence[str],
+        *inputs: str,
+        domain: str = "",
+        **attributes: Any,
     ) -> list[str]:
         """Adds a node with several outputs, counted or named."""
         name = f"{self._prefix}{op}_{len(self._nodes)}"
         if isinstance(outputs, int):
             outputs = [f"{name}.{i}" if outputs > 1 else name for i in range(outputs)]
         self._nodes.append(
-            helper.make_node(op, list(inputs), list(outputs), name=name, domain=domain, **attributes)
+            helper.make_node(
+                op, list(inputs), list(outputs), name=name, domain=domain, **attributes
+            )
         )
         return list(outputs)
 
@@ -85,7 +92,7 @@ class GraphBuilder:
             ("length", array.nbytes),
         ):
             tensor.external_data.add(key=key, value=str(value))
-        self._file.write(memoryview(array).cast("B"))
+        self._file.write(array.data.cast("B"))
         self._initializers.append(tensor)
         return name
 

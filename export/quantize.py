@@ -19,6 +19,8 @@ Bits = Literal[4, 8]
 F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
 
+_SHRINKS = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8, 0.75, 0.7)
+
 _ROWS_AT_ONCE = 1024  # bounds the temporaries of a vocabulary-sized matrix
 
 
@@ -85,7 +87,7 @@ def pack(w: QuantMatrix) -> U8:
     """
     if w.bits == 8:
         return w.codes
-    return w.codes[..., 0::2] | (w.codes[..., 1::2] << 4)
+    return np.asarray(w.codes[..., 0::2] | (w.codes[..., 1::2] << 4), dtype=np.uint8)
 
 
 def pack_zero_points(w: QuantMatrix) -> U8:
@@ -94,7 +96,7 @@ def pack_zero_points(w: QuantMatrix) -> U8:
     if w.bits == 8:
         return w.zero_points
     zeros = np.pad(w.zero_points, ((0, 0), (0, w.zero_points.shape[1] % 2)))
-    return zeros[:, 0::2] | (zeros[:, 1::2] << 4)
+    return np.asarray(zeros[:, 0::2] | (zeros[:, 1::2] << 4), dtype=np.uint8)
 
 
 def quantize_int8(weight: F32) -> QuantMatrix:
@@ -108,6 +110,53 @@ def quantize_int8(weight: F32) -> QuantMatrix:
         codes[part] = _encode(w, step, 127) + 128
         scales[part] = step
     return QuantMatrix(8, codes, scales, None, weight.shape[1])
+
+
+def quantize_int4(weight: F32, energy: F32 | None = None) -> QuantMatrix:
+    """Asymmetric 4-bit by search: per block the step and zero point of least squared error.
+
+    Args:
+        energy: [K], weights of the squared errors, e.g. the mean square of each input channel
+            (the diagonal of the Hessian that GPTQ, Frantar et al., 2022, minimises over).
+    """
+    blocks = _blocks(weight)
+    importance = np.ones(blocks.shape[1:], np.float32)
+    if energy is not None:
+        # a little of the mean, so that a channel that was silent in the text still counts
+        importance = _blocks((energy + np.float32(0.01) * energy.mean())[None])[0]
+    codes = np.empty(blocks.shape, np.uint8)
+    scales = np.empty(blocks.shape[:2], np.float32)
+    zeros = np.empty(blocks.shape[:2], np.uint8)
+    for part in _parts(len(blocks)):
+        codes[part], scales[part], zeros[part] = _search(blocks[part], importance)
+    return QuantMatrix(4, codes, scales, None, weight.shape[1], zeros)
+
+
+def _search(w: F32, importance: F32) -> tuple[U8, F32, U8]:
+    """Best of a grid of shrunken ranges for blocks w [n, b, 32]."""
+    low = np.minimum(w.min(axis=-1), 0)  # [n, b]
+    high = np.maximum(w.max(axis=-1), 0)
+    best_error = np.full(low.shape, np.inf, np.float32)
+    best_step, best_zero = np.ones_like(low), np.zeros_like(low)
+    for shrink in _SHRINKS:
+        step = np.maximum((high - low) * np.float32(shrink / 15), np.float32(1e-12))
+        zero = np.clip(np.rint(-low / step), 0, 15)
+        error = _error(w, step, zero, importance)
+        better = error < best_error
+        best_error = np.where(better, error, best_error)
+        best_step = np.where(better, step, best_step)
+        best_zero = np.where(better, zero, best_zero)
+    codes = _codes(w, best_step, best_zero)
+    return codes.astype(np.uint8), best_step, best_zero.astype(np.uint8)
+
+
+def _codes(w: F32, step: F32, zero: F32) -> F32:
+    return np.asarray(np.clip(np.rint(w / step[..., None]) + zero[..., None], 0, 15))
+
+
+def _error(w: F32, step: F32, zero: F32, importance: F32) -> F32:
+    restored = (_codes(w, step, zero) - zero[..., None]) * step[..., None]
+    return np.asarray(np.einsum("nbk,bk->nb", (restored - w) ** 2, importance))
 
 
 def _encode(w: F32, step: F32, limit: int) -> npt.NDArray[np.int16]:

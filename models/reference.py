@@ -6,7 +6,7 @@ that rings and token trees are checked against the same few lines.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,10 @@ from headrace.models.rope import F32, cos_sin, rotate
 
 MASKED = np.float32(-1e9)
 
+Observe = Callable[[str, F32], None]
+"""Told every linear map's name and input [T, K], and `...self_attn.keys` (rotated) and `.values`
+[kv_heads, T, head_dim] of every layer."""
+
 
 def forward(
     config: ModelConfig,
@@ -24,6 +28,7 @@ def forward(
     *,
     positions: npt.NDArray[np.int64] | None = None,
     visible: npt.NDArray[np.bool_] | None = None,
+    observe: Observe | None = None,
 ) -> F32:
     """Logits of every token.
 
@@ -33,6 +38,7 @@ def forward(
         positions: [T] logical positions; 0 .. T-1 if not given.
         visible: [T, T], row i may look at column j; causal by order if not given. Sliding layers
             also require that j is less than `sliding_window` positions back.
+        observe: a listener for calibration.
 
     Returns:
         [T, vocab_size] float32.
@@ -44,7 +50,7 @@ def forward(
         visible = np.tri(num_tokens, dtype=np.bool_)
     x = weights["model.embed_tokens.weight"][input_ids] * np.float32(config.embed_scale)  # [T, D]
     for layer in range(config.num_layers):
-        part = _Layer(config, weights, layer)
+        part = _Layer(config, weights, layer, observe)
         x = x + part.after("post_attention", part.attention(part.norm_in(x), positions, visible))
         x = x + part.after("post_feedforward", part.mlp(part.norm_mlp(x)))
     x = _rms_norm(x, weights["model.norm.weight"], config)
@@ -55,13 +61,25 @@ def forward(
 class _Layer:
     """One decoder layer's weights, by their names below `model.layers.{i}.`."""
 
-    def __init__(self, config: ModelConfig, weights: Mapping[str, F32], layer: int) -> None:
-        self.config, self.weights, self.layer = config, weights, layer
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Mapping[str, F32],
+        layer: int,
+        observe: Observe | None,
+    ) -> None:
+        self.config, self.weights, self.observe = config, weights, observe
+        self.layer, self.prefix = layer, f"model.layers.{layer}."
 
     def weight(self, name: str) -> F32:
-        return self.weights[f"model.layers.{self.layer}.{name}"]
+        return self.weights[f"{self.prefix}{name}"]
+
+    def tell(self, name: str, x: F32) -> None:
+        if self.observe is not None:
+            self.observe(f"{self.prefix}{name}", x)
 
     def linear(self, name: str, x: F32, bias: bool) -> F32:
+        self.tell(name, x)
         y = x @ self.weight(f"{name}.weight").T
         return y + self.weight(f"{name}.bias") if bias else y
 
@@ -73,9 +91,7 @@ class _Layer:
 
     def norm_mlp(self, x: F32) -> F32:
         sandwich = self.config.sandwich_norms
-        return self.norm(
-            "pre_feedforward_layernorm" if sandwich else "post_attention_layernorm", x
-        )
+        return self.norm("pre_feedforward_layernorm" if sandwich else "post_attention_layernorm", x)
 
     def after(self, which: str, x: F32) -> F32:
         """The norm after a block, of families that have one."""
@@ -99,6 +115,8 @@ class _Layer:
             assert c.sliding_window is not None
             distance = positions[:, None] - positions[None, :]
             visible = visible & (distance < c.sliding_window)
+        self.tell("self_attn.keys", k)
+        self.tell("self_attn.values", v)
         group = c.num_heads // c.num_kv_heads
         k, v = k.repeat(group, axis=0), v.repeat(group, axis=0)
         scores = q @ k.transpose(0, 2, 1) * np.float32(c.attention_scale)  # [H, T, T]
@@ -120,14 +138,14 @@ class _Layer:
 
 def _rms_norm(x: F32, weight: F32, config: ModelConfig) -> F32:
     scale = 1 / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + np.float32(config.rms_eps))
-    return x * scale * (weight + np.float32(config.norm_offset))
+    return np.asarray(x * scale * (weight + np.float32(config.norm_offset)))
 
 
 def _activation(x: F32, config: ModelConfig) -> F32:
     if config.activation == "silu":
-        return x / (1 + np.exp(-x))
+        return np.asarray(x / (1 + np.exp(-x)))
     inner = np.float32((2 / np.pi) ** 0.5) * (x + np.float32(0.044715) * x**3)
-    return np.float32(0.5) * x * (1 + np.tanh(inner))
+    return np.asarray(np.float32(0.5) * x * (1 + np.tanh(inner)))
 
 
 def _softmax(x: F32) -> F32:

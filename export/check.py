@@ -1,0 +1,127 @@
+"""Parity: the exported graph against the float32 reference of the same checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime as ort
+
+from headrace.errors import ExportError
+from headrace.export.quantize import F32
+from headrace.models.config import ModelConfig
+from headrace.models.iospec import KV_DTYPES, SPARE_SLOTS, kv_names, present_names
+from headrace.models.manifest import Parity
+from headrace.models.rope import cos_sin
+
+LIMITS = {"f32": 1e-5, "int8": 0.02, "keep": 0.02, "int4": 0.10}
+"""Mean KL in nats above which an export fails, by the form of the weights."""
+
+INT8_CACHE_LIMIT = 0.02
+"""Added for an int8 cache."""
+
+_ROWS = 32
+
+
+def limit(quant: str, kv: str) -> float:
+    return LIMITS[quant] + (INT8_CACHE_LIMIT if kv == "int8" else 0.0)
+
+
+def run_graph(graph: Path, config: ModelConfig, kv: str, token_ids: npt.NDArray[np.int64]) -> F32:
+    """Logits [T, V] of an exported target graph over one text, a few rows at a time."""
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    session = ort.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
+    slots = len(token_ids) + SPARE_SLOTS
+    shape = (1, config.num_kv_heads, slots, config.head_dim)
+    arena = [
+        ort.OrtValue.ortvalue_from_numpy(np.zeros(shape, KV_DTYPES[kv]))
+        for _ in range(2 * config.num_layers)
+    ]
+    return np.concatenate(
+        [
+            _run_rows(session, config, arena, token_ids[past : past + _ROWS], past)
+            for past in range(0, len(token_ids), _ROWS)
+        ]
+    )
+
+
+def _run_rows(
+    session: ort.InferenceSession,
+    config: ModelConfig,
+    arena: list[ort.OrtValue],
+    ids: npt.NDArray[np.int64],
+    past: int,
+) -> F32:
+    """Logits [T, V] of T tokens after `past` others; their KV is added to the arena in place."""
+    num_rows = len(ids)
+    declared = max(2, num_rows)  # see docs/exactness.md
+    total = past + declared
+    padded = np.zeros(declared, np.int64)
+    padded[:num_rows] = ids
+    feeds: dict[str, npt.NDArray[np.generic]] = {
+        "input_ids": padded[None],
+        "seqlens_k": np.array([total - 1], np.int32),
+        "query_seqlens": np.array([declared], np.int32),
+        "total_sequence_length": np.array(total, np.int32),
+        "logit_rows": np.arange(declared),
+        "attention_bias": np.zeros((1, 1, declared, total), np.float32),
+    }
+    positions = np.arange(past, total)[None]
+    feeds["cos"], feeds["sin"] = cos_sin(config.rope, positions)
+    if config.rope_local is not None:
+        feeds["cos_local"], feeds["sin_local"] = cos_sin(config.rope_local, positions)
+    if config.has_local_layers:
+        distance = positions[0][:, None] - np.arange(total)
+        far = distance >= (config.sliding_window or 0)
+        feeds["attention_bias_local"] = np.where(far, np.float32(-1e9), np.float32(0))[None, None]
+    io = session.io_binding()
+    for name, array in feeds.items():
+        io.bind_cpu_input(name, array)
+    names = [kv_names(i) for i in range(config.num_layers)]
+    presents = [present_names(i) for i in range(config.num_layers)]
+    flat = zip(sum(names, ()), sum(presents, ()), arena, strict=True)
+    for past_name, present_name, value in flat:
+        io.bind_ortvalue_input(past_name, value)
+        io.bind_ortvalue_output(present_name, value)
+    io.bind_output("logits")
+    session.run_with_iobinding(io)
+    logits = next(v for v in io.get_outputs() if v.shape() == [declared, config.vocab_size])
+    return np.asarray(logits.numpy()[:num_rows], dtype=np.float32).copy()
+
+
+def compare(logits: F32, reference: F32, token_ids: npt.NDArray[np.int64], max_kl: float) -> Parity:
+    """Figures of a graph's logits [T, V] beside the reference's on the same text."""
+    kls, agree, surprise = [], [], [[], []]  # type: tuple[list[float], list[bool], list[list[float]]]
+    for row in range(len(token_ids)):
+        p, q = _log_softmax(reference[row]), _log_softmax(logits[row])
+        kls.append(float(np.sum(np.exp(p) * (p - q))))
+        agree.append(bool(p.argmax() == q.argmax()))
+        if row + 1 < len(token_ids):
+            for which, log_probs in enumerate((q, p)):
+                surprise[which].append(-float(log_probs[token_ids[row + 1]]))
+    return Parity(
+        tokens=len(token_ids),
+        mean_kl=float(np.mean(kls)),
+        max_kl=float(np.max(kls)),
+        top1_agreement=float(np.mean(agree)),
+        perplexity=float(np.exp(np.mean(surprise[0]))),
+        reference_perplexity=float(np.exp(np.mean(surprise[1]))),
+        limit=max_kl,
+    )
+
+
+def gate(parity: Parity, force: bool) -> None:
+    """Raises ExportError for a graph that is too far from its reference."""
+    if not parity.mean_kl <= parity.limit and not force:
+        raise ExportError(
+            f"parity: mean KL {parity.mean_kl:.4g} is above {parity.limit:g}; "
+            "choose a finer --quant or --kv, give --calibrate a typical text, or insist with --force"
+        )
+
+
+def _log_softmax(row: F32) -> npt.NDArray[np.float64]:
+    x = row.astype(np.float64)
+    x -= x.max()
+    return np.asarray(x - np.log(np.exp(x).sum()))

@@ -1,0 +1,159 @@
+"""Answer: one running request, streamed as deltas and summed up as a Completion."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from headrace.runtime.engine import Engine, generate, require_room
+from headrace.runtime.request import (
+    Alternative,
+    Completion,
+    Delta,
+    FinishReason,
+    SamplingParams,
+    Timings,
+    TokenLogprob,
+    Usage,
+)
+from headrace.runtime.router import StopRouter
+from headrace.runtime.sampling import Choice, Sampler
+from headrace.runtime.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class _End:
+    finish: FinishReason
+    reason: str | int | None = None
+
+
+class Answer:
+    """An iterator over an answer's pieces; `completion` is the whole, once it has ended.
+
+    Closing it, or leaving its `with` block, ends the request at once and keeps what there is.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+    ) -> None:
+        """Raises ContextFullError for a prompt that does not fit, UsageError for a logit bias
+        outside the vocabulary. Nothing is computed before the first piece is asked for.
+        """
+        facts = engine.backend.facts
+        require_room(len(prompt_ids), facts.capacity)
+        self.params = params.seeded()
+        self._engine, self._tokenizer, self._prompt_ids = engine, tokenizer, prompt_ids
+        self._sampler = Sampler(self.params, prompt_ids, facts.vocab_size)
+        self._started = time.perf_counter()
+        self._text: list[str] = []
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._end: _End | None = None
+        self._prefilled = 0
+        self._prefilled_at = self._first_at = self._last_at = self._started
+        self._deltas = self._run()
+
+    def __iter__(self) -> Iterator[Delta]:
+        return self
+
+    def __next__(self) -> Delta:
+        return next(self._deltas)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the request and frees its lane; the completion holds what was generated."""
+        self._deltas.close()
+
+    @property
+    def completion(self) -> Completion:
+        """The answer so far; its finish_reason is `length` if it was closed before its end."""
+        end = self._end or _End("length")
+        return Completion(
+            text="".join(self._text),
+            token_ids=tuple(self._token_ids),
+            finish_reason=end.finish,
+            stop_reason=end.reason,
+            usage=Usage(len(self._prompt_ids), len(self._token_ids)),
+            timings=Timings(
+                prefill_tokens=self._prefilled,
+                prefill_s=self._prefilled_at - self._started,
+                first_token_s=self._first_at - self._started,
+                decode_tokens=max(0, len(self._token_ids) - 1),
+                decode_s=self._last_at - self._first_at,
+            ),
+            seed=self.params.seed,
+            logprobs=tuple(self._logprobs) if self.params.logprobs is not None else None,
+        )
+
+    def result(self) -> Completion:
+        """Runs to the end."""
+        for _ in self._deltas:
+            pass
+        return self.completion
+
+    def _run(self) -> Generator[Delta]:
+        detokenizer = self._tokenizer.detokenizer()
+        router = StopRouter(self.params.stop)
+        capacity = self._engine.backend.facts.capacity
+        with self._engine.lane(self._prompt_ids) as lane:
+            row, self._prefilled = lane.prefill(self._prompt_ids)
+            self._prefilled_at = time.perf_counter()
+            choices = generate(lane, row, len(self._prompt_ids), self._sampler, capacity)
+            for choice in choices:
+                self._note(choice)
+                self._end = self._end_by_token(choice.token_id, capacity)
+                text = router.push(detokenizer.push(choice.token_id))
+                if self._end is not None:
+                    text += router.push(detokenizer.finish()) + router.finish()
+                if router.stopped is not None:
+                    self._end = _End("stop", router.stopped)
+                yield self._delta(text, choice)
+                if self._end is not None:
+                    return
+
+    def _note(self, choice: Choice) -> None:
+        self._last_at = time.perf_counter()
+        if not self._token_ids:
+            self._first_at = self._last_at
+        self._token_ids.append(choice.token_id)
+
+    def _end_by_token(self, token_id: int, capacity: int) -> _End | None:
+        if token_id in self._tokenizer.eos_ids and not self.params.ignore_eos:
+            return _End("stop", token_id)
+        total = len(self._prompt_ids) + len(self._token_ids)
+        if len(self._token_ids) >= self.params.max_tokens or total >= capacity:
+            return _End("length")
+        return None
+
+    def _delta(self, text: str, choice: Choice) -> Delta:
+        self._text.append(text)
+        logprobs: tuple[TokenLogprob, ...] = ()
+        if choice.logprob is not None:
+            logprobs = (self._named(choice, choice.logprob),)
+            self._logprobs += logprobs
+        finish = self._end.finish if self._end else None
+        return Delta(text, (choice.token_id,), logprobs, finish)
+
+    def _named(self, choice: Choice, logprob: float) -> TokenLogprob:
+        top = tuple(Alternative(i, self._name(i), p) for i, p in choice.top)
+        return TokenLogprob(choice.token_id, self._name(choice.token_id), logprob, top)
+
+    def _name(self, token_id: int) -> str:
+        return self._tokenizer.decode([token_id], skip_control=False)

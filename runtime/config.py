@@ -1,0 +1,55 @@
+"""Settings of the runtime; the command line takes its defaults from here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from headrace.errors import UsageError
+from headrace.models.config import ModelConfig
+
+DEFAULT_CTX = 4096
+MIN_CTX = 16
+MAX_LANES = 64
+MAX_THREADS = 256
+
+Exactness = Literal["exact", "tree"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuntimeConfig:
+    """How a bundle is loaded. Raises UsageError for a value out of range."""
+
+    ctx: int | None = None
+    """Tokens a sequence can hold; None is the smaller of the trained context and 4,096."""
+    lanes: int = 1
+    """Sequences that can be in the arena at once."""
+    threads: int | None = None
+    """Threads of a pass; None leaves it to ONNX Runtime, one a physical core."""
+    exactness: Exactness = "exact"
+    """`exact` refuses models whose bits would depend on how rows are grouped."""
+    mlock: bool = False
+    """Keep the weights' pages resident."""
+    cache: Path | None = None
+    """Where prepared weights are kept; None is the project's cache folder."""
+
+    def __post_init__(self) -> None:
+        _check("lanes", self.lanes, 1, MAX_LANES)
+        if self.threads is not None:
+            _check("threads", self.threads, 1, MAX_THREADS)
+        if self.exactness not in ("exact", "tree"):
+            raise UsageError(f"exactness: got {self.exactness!r}, allowed are exact and tree")
+
+    def capacity(self, config: ModelConfig) -> int:
+        """Tokens a lane holds; raises UsageError beyond what the model was trained for."""
+        if self.ctx is None:
+            return min(config.max_position, DEFAULT_CTX)
+        _check("ctx", self.ctx, MIN_CTX, config.max_position, " (the model's trained context)")
+        return self.ctx
+
+
+def _check(name: str, value: object, low: int, high: int, note: str = "") -> None:
+    good = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+    if not good:
+        raise UsageError(f"{name}: got {value!r}, allowed are {low} to {high}{note}")

@@ -1,0 +1,297 @@
+"""LLM: a bundle, loaded. The Python API that the command line is made of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self, overload
+
+import onnxruntime as ort
+
+from headrace.errors import BundleError, UsageError
+from headrace.intact import CheckMemory
+from headrace.models.manifest import TARGET, TOKENIZER, Bundle
+from headrace.paths import cache_dir
+from headrace.runtime import prepare
+from headrace.runtime.answer import Answer
+from headrace.runtime.config import RuntimeConfig
+from headrace.runtime.engine import Engine, require_room
+from headrace.runtime.exactness import Machine, require_exact
+from headrace.runtime.ort import OrtBackend
+from headrace.runtime.request import Completion, SamplingParams, TokenLogprob
+from headrace.runtime.sampling import log_normalizer
+from headrace.runtime.tokenizer import Tokenizer
+
+Say = Callable[[str], None]
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Score:
+    """Log-probabilities of a given text's tokens, each after the tokens before it."""
+
+    tokens: tuple[TokenLogprob, ...]
+    """All but the first token, which nothing comes before."""
+
+    @property
+    def total_logprob(self) -> float:
+        """Nats."""
+        return math.fsum(t.logprob for t in self.tokens)
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(-self.total_logprob / len(self.tokens))
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "perplexity": self.perplexity,
+            "total_logprob": self.total_logprob,
+            "num_tokens": len(self.tokens),
+            "tokens": [token.to_json() for token in self.tokens],
+        }
+
+
+class LLM:
+    """A loaded bundle. Use it as a context manager, or close it."""
+
+    def __init__(
+        self,
+        bundle: str | Path,
+        config: RuntimeConfig | None = None,
+        *,
+        say: Say = lambda message: None,
+        **settings: Any,
+    ) -> None:
+        """Loads `bundle`, preparing its weights for this machine if that was not done yet.
+
+        Args:
+            config: how to load; or its fields by name as keyword arguments.
+            say: told in a few words about what takes long.
+
+        Raises:
+            BundleError: the bundle is missing, damaged, edited or of another version.
+            ExactnessError: the model is not bit-exact here and the config asks for it.
+            UsageError: a setting is out of range.
+            StorageError: the cache cannot hold the prepared weights.
+        """
+        self.config = config or runtime_config(settings)
+        self.bundle = Bundle.open(Path(bundle))
+        manifest = self.bundle.manifest
+        self.capacity = self.config.capacity(manifest.config)
+        if self.config.exactness == "exact":
+            require_exact(manifest.config, manifest.kv, Machine.here())
+        cache = self.config.cache or cache_dir()
+        verify(self.bundle, cache, say)
+        self.tokenizer = load_tokenizer(self.bundle)
+        self.prepared = prepare_bundle(self.bundle, cache, self.config.threads, say)
+        session = _load(self.prepared.model, self.config.threads)
+        self._locked = prepare.mlock(self.prepared) if self.config.mlock else None
+        self.backend = OrtBackend(
+            session,
+            manifest.config,
+            kv=manifest.kv,
+            lanes=self.config.lanes,
+            capacity=self.capacity,
+        )
+        self._engine = Engine(self.backend)
+
+    @property
+    def sampling_defaults(self) -> Mapping[str, float]:
+        """The model's own sampling settings, for `SamplingParams.resolve`."""
+        return self.bundle.manifest.sampling
+
+    @overload
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        stream: Literal[False] = False,
+    ) -> Completion: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        stream: Literal[True],
+    ) -> Answer: ...
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        stream: bool = False,
+    ) -> Completion | Answer:
+        """Continues a text (or token ids), without a chat template.
+
+        Control tokens written out in the text stay text. With `stream`, the answer is an
+        iterator over `Delta`s.
+
+        Raises:
+            UsageError: the prompt is empty, an id is outside the vocabulary, all lanes are busy.
+            ContextFullError: the prompt does not fit.
+        """
+        if isinstance(prompt, str):
+            ids = self.tokenizer.encode(prompt) if prompt else []
+        else:
+            ids = self._checked(prompt)
+        return self._answer(ids, params, stream)
+
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        stream: Literal[False] = False,
+        template: str | None = None,
+        template_args: Mapping[str, object] | None = None,
+    ) -> Completion: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        stream: Literal[True],
+        template: str | None = None,
+        template_args: Mapping[str, object] | None = None,
+    ) -> Answer: ...
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        stream: bool = False,
+        template: str | None = None,
+        template_args: Mapping[str, object] | None = None,
+    ) -> Completion | Answer:
+        """Answers a conversation of `{"role": ..., "content": ...}` messages.
+
+        Args:
+            template: Jinja source to use instead of the model's own chat template.
+            template_args: variables for the template, e.g. Qwen3's `enable_thinking`.
+
+        Raises as `generate` does, and UsageError where the template refuses the messages or the
+        model has none.
+        """
+        if not messages:
+            raise UsageError("messages: got none, a chat needs at least one")
+        ids = self.tokenizer.encode_chat(
+            messages, template=template, template_args=template_args or {}
+        )
+        return self._answer(ids, params, stream)
+
+    def score(self, text: str | Sequence[int]) -> Score:
+        """Log-probability of each token of `text` (with the model's start token, if it has one).
+
+        Raises:
+            UsageError: fewer than two tokens, or an id outside the vocabulary.
+            ContextFullError: the text does not fit.
+        """
+        ids = self.tokenizer.encode(text) if isinstance(text, str) else self._checked(text)
+        if len(ids) < 2:
+            raise UsageError(f"text: got {len(ids)} tokens, a score needs at least two")
+        require_room(len(ids), self.capacity + 1)
+        tokens = []
+        with self._engine.lane(()) as lane:
+            for row, token_id in zip(lane.rows(ids[:-1]), ids[1:], strict=True):
+                logprob = float(row[token_id]) - log_normalizer(row)
+                name = self.tokenizer.decode([token_id], skip_control=False)
+                tokens.append(TokenLogprob(token_id, name, logprob))
+        return Score(tuple(tokens))
+
+    def close(self) -> None:
+        """Frees session and arena; the object must not be used afterwards."""
+        if self._locked is not None:
+            self._locked.close()
+        self.backend.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _answer(
+        self, ids: Sequence[int], params: SamplingParams | None, stream: bool
+    ) -> Completion | Answer:
+        if not ids:
+            raise UsageError("prompt: got an empty one, it needs at least one token")
+        answer = Answer(self._engine, self.tokenizer, ids, params or SamplingParams())
+        return answer if stream else answer.result()
+
+    def _checked(self, ids: Sequence[int]) -> list[int]:
+        vocab = self.bundle.manifest.config.vocab_size
+        for token_id in ids:
+            if not 0 <= token_id < vocab:
+                raise UsageError(f"token id: got {token_id}, allowed are 0 to {vocab - 1}")
+        return list(ids)
+
+
+def runtime_config(settings: Mapping[str, Any]) -> RuntimeConfig:
+    """A RuntimeConfig from keyword arguments; an unknown name is a UsageError."""
+    known = RuntimeConfig.__dataclass_fields__
+    for name in settings:
+        if name not in known:
+            raise UsageError(f"unknown setting {name!r}; known are {', '.join(known)}")
+    return RuntimeConfig(**settings)
+
+
+def verify(bundle: Bundle, cache: Path, say: Say) -> None:
+    """Raises BundleError unless every file of the bundle is what the manifest says."""
+    memory = CheckMemory(cache / "checked.json")
+    bundle.verify(
+        lambda path, record: memory.is_intact(
+            path, record.sha256, lambda: say(f"checking {path.name}")
+        )
+    )
+
+
+def load_tokenizer(bundle: Bundle) -> Tokenizer:
+    manifest, path = bundle.manifest, bundle.file(TOKENIZER)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BundleError(f"{path}: cannot be read: {error}") from error
+    habits = manifest.tokenizer
+    return Tokenizer.from_json(
+        text,
+        chat_template=habits.chat_template,
+        bos_id=habits.bos_id,
+        eos_ids=habits.eos_ids,
+        add_bos=habits.add_bos,
+        vocab_size=manifest.config.vocab_size,
+    )
+
+
+def prepare_bundle(bundle: Bundle, cache: Path, threads: int | None, say: Say) -> prepare.Prepared:
+    """The target's weights as file pages for this machine (`headrace prepare`)."""
+    return prepare.prepare(
+        bundle.file(TARGET),
+        cache=cache / "prepared",
+        identity=bundle.target_identity(),
+        threads=threads,
+        progress=say,
+    )
+
+
+def _load(model: Path, threads: int | None) -> ort.InferenceSession:
+    options = prepare.session_options(threads, prepared=True)
+    try:
+        return ort.InferenceSession(str(model), options, providers=list(prepare.PROVIDERS))
+    except Exception as error:
+        raise BundleError(f"{model}: ONNX Runtime cannot load it: {error}") from error
