@@ -1,10 +1,6 @@
 # A newcomer needs `make demo` and `make test`; CONTRIBUTING.md says what the others are for.
 
 PYTHON ?= python3
-# Named exactly: a range, or plain torch, takes the newest release, and on x86-64 that is a CUDA
-# build of several GB. CONTRIBUTING.md, "The oracle", says how to get a CPU build anywhere.
-TORCH ?= torch==2.13.0
-
 VENV := .venv
 ORACLE := .venv-oracle
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
@@ -58,9 +54,10 @@ $(VENV)/.dev: $(VENV)/.made pyproject.toml
 	@$(VENV)/bin/python $(PIP_INSTALL) -e '.[dev]'
 	@touch $(VENV)/.demo $@
 
+# Plain torch would be the newest release, on x86-64 with several GB of CUDA.
 $(ORACLE)/.oracle: $(ORACLE)/.made pyproject.toml
 	@echo "Installing headrace, torch and transformers into $(ORACLE); this takes a while"
-	@$(ORACLE)/bin/python $(PIP_INSTALL) '$(TORCH)' -e '.[oracle]'
+	@$(ORACLE)/bin/python $(PIP_INSTALL) torch==2.13.0 -e '.[oracle]'
 	@touch $@
 
 %/.made:
