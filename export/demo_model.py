@@ -64,7 +64,7 @@ def _check(path: Path) -> None:
     if (size, digest) != (SIZE, SHA256):
         raise SourceError(
             f"{path} is not the expected file ({size} bytes, sha256 {digest[:12]}…; expected "
-            f"{SIZE} bytes, {SHA256[:12]}…); remove it and try again"
+            f"{SIZE} bytes, {SHA256[:12]}…); remove {path.parents[1]} and try again"
         )
 
 

@@ -1,5 +1,7 @@
 """tokenizer.json from the tokenizer that a GGUF file carries in its metadata."""
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +13,8 @@ from headrace.export.pretokenizers import PRE_TOKENIZERS
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 _TYPES = frozenset((_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE))
+_ROLES = ("bos", "eos", "eot", "eom")
+_MARKER = re.compile(r"<[^\s<>]+>|\[[^\s\[\]]+\]")
 _SPACE = "\u2581"
 
 
@@ -34,7 +38,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> str:
     tokens = _field(metadata, "tokens", str)
     if not tokens:
         raise SourceError("tokenizer.ggml.tokens is empty")
-    types = _token_types(metadata, len(tokens))
+    types = _token_types(metadata, tokens)
     built = builders[model](metadata, tokens, types)
     for kinds, special in (((_UNKNOWN, _CONTROL), True), ((_USER_DEFINED,), False)):
         added = [
@@ -48,6 +52,30 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> str:
             built.add_tokens(added)
     text: str = built.to_str()
     return text
+
+
+def drop_tokens_without_row(tokenizer_json: str, vocab_size: int) -> tuple[str, tuple[str, ...]]:
+    """The json without the special tokens that a model of `vocab_size` rows cannot take.
+
+    Also returns their names. Gemma 3's small models, for example, share a tokenizer with larger
+    ones that have an image token more. Other tokens are kept: one without a row is an error that
+    loading reports.
+    """
+    document = json.loads(tokenizer_json)
+    kept: list[Any] = []
+    dropped: list[Any] = []
+    for token in document.get("added_tokens") or []:
+        without_row = token["special"] and token["id"] >= vocab_size
+        (dropped if without_row else kept).append(token)
+    if not dropped:
+        return tokenizer_json, ()
+    document["added_tokens"] = kept
+    names = tuple(token["content"] for token in dropped)
+    vocab = document["model"]["vocab"]
+    for name in names:
+        if isinstance(vocab, dict):
+            vocab.pop(name, None)
+    return json.dumps(document, ensure_ascii=False), names
 
 
 def _byte_level(
@@ -77,11 +105,7 @@ def _sentencepiece(
         raise SourceError(f"tokenizer.ggml.scores has {len(scores)} values, tokens {len(tokens)}")
     vocab = _vocab(tokens)
     unknown_id = metadata.get("tokenizer.ggml.unknown_token_id", 0)
-    if not isinstance(unknown_id, int) or not 0 <= unknown_id < len(tokens):
-        raise SourceError(
-            f"tokenizer.ggml.unknown_token_id is {unknown_id!r}; tokens have ids 0 to "
-            f"{len(tokens) - 1}"
-        )
+    _check_id("unknown", unknown_id, len(tokens))
     built = tokenizers.Tokenizer(
         models.BPE(
             vocab,
@@ -151,17 +175,35 @@ def _vocab(tokens: Sequence[str]) -> dict[str, int]:
     return vocab
 
 
-def _token_types(metadata: Mapping[str, Any], num_tokens: int) -> Sequence[int]:
-    if "tokenizer.ggml.token_type" not in metadata:
-        return [_NORMAL] * num_tokens
-    types = _field(metadata, "token_type", int)
-    if len(types) != num_tokens:
-        raise SourceError(f"tokenizer.ggml.token_type has {len(types)} values, tokens {num_tokens}")
+def _token_types(metadata: Mapping[str, Any], tokens: Sequence[str]) -> Sequence[int]:
+    types = [_NORMAL] * len(tokens)
+    if "tokenizer.ggml.token_type" in metadata:
+        types = list(_field(metadata, "token_type", int))
+    if len(types) != len(tokens):
+        raise SourceError(
+            f"tokenizer.ggml.token_type has {len(types)} values, tokens {len(tokens)}"
+        )
     if unknown := set(types) - _TYPES:
         raise SourceError(
             f"tokenizer.ggml.token_type has {sorted(unknown)}; known are {sorted(_TYPES)}"
         )
+    for role in _ROLES:
+        token_id = metadata.get(f"tokenizer.ggml.{role}_token_id")
+        if token_id is None:
+            continue
+        _check_id(role, token_id, len(tokens))
+        # Some converters mark a start or end token as text; it must not be one that users can type.
+        user_defined = types[token_id] == _USER_DEFINED
+        if user_defined or (types[token_id] == _NORMAL and _MARKER.fullmatch(tokens[token_id])):
+            types[token_id] = _CONTROL
     return types
+
+
+def _check_id(role: str, token_id: Any, num_tokens: int) -> None:
+    if not isinstance(token_id, int) or not 0 <= token_id < num_tokens:
+        raise SourceError(
+            f"tokenizer.ggml.{role}_token_id is {token_id!r}; ids are 0 to {num_tokens - 1}"
+        )
 
 
 def _field(metadata: Mapping[str, Any], name: str, kind: type) -> Sequence[Any]:

@@ -65,6 +65,7 @@ class Tokenizer:
             inner = tokenizers.Tokenizer.from_str(tokenizer_json)
         except Exception as error:  # the package raises nothing more precise
             raise BundleError(f"the tokenizer cannot be read: {error}") from error
+        _check_added_ids(inner, tokenizer_json)
         spelling = read_spelling(_state(inner.decoder))
         largest = max(inner.get_vocab(with_added_tokens=True).values(), default=0)
         if largest >= vocab_size:
@@ -80,6 +81,7 @@ class Tokenizer:
                 )
         if add_bos and bos_id is None:
             raise BundleError("the model wants a start token before each text but names none")
+        _make_control(inner, {*eos_ids, bos_id})
         # What a json was saved with for training must not cut or fill prompts.
         inner.no_truncation()
         inner.no_padding()
@@ -271,6 +273,27 @@ class Detokenizer:
 
     def finish(self) -> str:
         return self._decoder.decode(b"", final=True)
+
+
+def _check_added_ids(inner: Any, tokenizer_json: str) -> None:
+    """The package numbers added tokens itself, whatever ids the json gives them."""
+    key = re.search(r'"added_tokens"\s*:\s*', tokenizer_json)
+    listed = key and json.JSONDecoder().raw_decode(tokenizer_json, key.end())[0]
+    for token in listed if isinstance(listed, list) else []:
+        actual = inner.token_to_id(token["content"])
+        if actual != token["id"]:
+            raise BundleError(
+                f"the tokenizer gives {token['content']!r} the id {token['id']}, but with its "
+                f"vocabulary that token gets {actual}"
+            )
+
+
+def _make_control(inner: Any, ids: set[int | None]) -> None:
+    """Some files list start or end tokens as plain added tokens, which users could type."""
+    for token_id, token in inner.get_added_tokens_decoder().items():
+        if token_id in ids and not token.special:
+            token.special = True
+            inner.add_special_tokens([token])
 
 
 def _state(part: Any) -> Any:
