@@ -39,29 +39,31 @@ def build_target(
     assert (kv == "int8") == (kv_scales is not None)
     with GraphBuilder(path) as g:
         table = matrix("model.embed_tokens.weight")
-        x = layers.embedding(g, "model.embed_tokens", "input_ids", table)
+        # Rows of all lanes are one axis, except around attention.
+        ids = g.node("Reshape", "input_ids", g.ints(-1))
+        x = layers.embedding(g, "model.embed_tokens", ids, table)  # [B * T, D]
         if config.embed_scale != 1.0:
             x = g.node(
                 "Mul", x, g.constant("embed_scale", np.array(config.embed_scale, np.float32))
             )
+        update = ""
         for layer in range(config.num_layers):
             scales = kv_scales[layer] if kv_scales else None
-            x = _Layer(g, config, matrix, vector, layer, kv, scales).emit(x)
+            x, update = _Layer(g, config, matrix, vector, layer, kv, scales).emit(x, update)
             on_layer(layer)
         g.scope("")
-        _head(g, x, config, table if config.tied_head else matrix("lm_head.weight"), vector)
+        _head(g, x, update, config, table if config.tied_head else matrix("lm_head.weight"), vector)
         g.finish(target_inputs(config, kv), target_outputs(config, kv))
 
 
-def _head(g: GraphBuilder, x: str, config: ModelConfig, weight: Matrix, vector: ReadVector) -> None:
+def _head(
+    g: GraphBuilder, x: str, update: str, config: ModelConfig, weight: Matrix, vector: ReadVector
+) -> None:
     # The vocabulary projection over every prefill row would be most of a prefill's work.
-    flat = g.node("Reshape", x, g.ints(-1, config.hidden_size))
-    wanted = g.node("Gather", flat, "logit_rows")  # [R, D]
-    normed = layers.rms_norm(g, "model.norm.weight", wanted, vector("model.norm.weight"), config)
-    # three axes, as everywhere else, so that one form of every layer is enough
-    rows = g.node("Unsqueeze", normed, g.ints(0))
-    logits = layers.linear(g, "lm_head", rows, weight)
-    g.node_n("Squeeze", ["logits"], logits, g.ints(0))
+    x, update = g.node("Gather", x, "logit_rows"), g.node("Gather", update, "logit_rows")  # [R, D]
+    name = "model.norm.weight"
+    _, normed = layers.add_and_norm(g, name, x, update, vector(name), config)
+    g.node_n("Identity", ["logits"], layers.linear(g, "lm_head", normed, weight))
 
 
 class _Layer:
@@ -83,25 +85,36 @@ class _Layer:
         self._matrix, self._vector = matrix, vector
         g.scope(f"layers.{layer}.")
 
-    def emit(self, x: str) -> str:
+    def emit(self, x: str, update: str) -> tuple[str, str]:
+        """The residual stream x [B * T, D] and what the layer before still adds to it, both
+        before and after this layer; the sum is left to the norm that follows.
+        """
         sandwich = self.config.sandwich_norms
-        h = self.attention(self.norm("input_layernorm", x))
+        x, h = self.add_and_norm("input_layernorm", x, update)
+        h = self.attention(h)
         if sandwich:
             h = self.norm("post_attention_layernorm", h)
-        x = self.g.node("Add", x, h)
         before_mlp = "pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"
-        h = self.mlp(self.norm(before_mlp, x))
+        x, h = self.add_and_norm(before_mlp, x, h)
+        h = self.mlp(h)
         if sandwich:
             h = self.norm("post_feedforward_layernorm", h)
-        return self.g.node("Add", x, h)
+        return x, h
 
     def norm(self, name: str, x: str) -> str:
         full = f"{self.prefix}{name}.weight"
         return layers.rms_norm(self.g, full, x, self._vector(full), self.config)
 
+    def add_and_norm(self, name: str, x: str, update: str) -> tuple[str, str]:
+        if not update:
+            return x, self.norm(name, x)
+        full = f"{self.prefix}{name}.weight"
+        return layers.add_and_norm(self.g, full, x, update, self._vector(full), self.config)
+
     def attention(self, x: str) -> str:
         c, g = self.config, self.g
-        q, k, v = self.project(x, "self_attn", ("q_proj", "k_proj", "v_proj"), c.qkv_bias)
+        names = ("q_proj", "k_proj", "v_proj")
+        q, k, v = self.project(x, "self_attn", names, c.qkv_bias, by_lane=True)
         if c.qk_norm:
             q = self.head_norm("q_norm", q, c.num_heads)
             k = self.head_norm("k_norm", k, c.num_kv_heads)
@@ -119,7 +132,8 @@ class _Layer:
             c,
             self.scale_names(),
         )
-        return self.project(mixed, "self_attn", ("o_proj",), c.o_bias)[0]
+        flat = g.node("Reshape", mixed, g.ints(-1, c.num_heads * c.head_dim))
+        return self.project(flat, "self_attn", ("o_proj",), c.o_bias)[0]
 
     def head_norm(self, name: str, x: str, num_heads: int) -> str:
         full = f"{self.prefix}self_attn.{name}.weight"
@@ -139,20 +153,29 @@ class _Layer:
         h = self.g.node("Mul", layers.activation(self.g, gate, self.config.activation), up)
         return self.project(h, "mlp", ("down_proj",), bias)[0]
 
-    def project(self, x: str, part: str, names: Sequence[str], bias: bool) -> list[str]:
-        """Linear maps of the same x, as one node where their weights allow it."""
+    def project(
+        self, x: str, part: str, names: Sequence[str], bias: bool, by_lane: bool = False
+    ) -> list[str]:
+        """Linear maps of the same x [B * T, K], as one node where their weights allow it.
+
+        Returns [B * T, N] each, or [B, T, N] if `by_lane`.
+        """
         prefix = f"{self.prefix}{part}."
         weights = [self._matrix(f"{prefix}{n}.weight") for n in names]
-        biases = [self._vector(f"{prefix}{n}.bias") if bias else None for n in names]
-        if len(names) == 1 or not _stackable(weights):
-            return [
-                layers.linear(self.g, f"{prefix}{n}", x, w, b)
-                for n, w, b in zip(names, weights, biases, strict=True)
-            ]
-        given = [b for b in biases if b is not None]
-        stacked = np.concatenate(given) if given else None
+        biases = [self._vector(f"{prefix}{n}.bias") for n in names] if bias else []
+        sizes = [w.shape[0] for w in weights]
+        if not _stackable(weights):
+            each = zip(names, weights, biases or [None] * len(names), strict=True)
+            ys = [layers.linear(self.g, f"{prefix}{n}", x, w, b) for n, w, b in each]
+            return [self.lanes(y, n) for y, n in zip(ys, sizes, strict=True)] if by_lane else ys
+        stacked = np.concatenate(biases) if biases else None
         y = layers.linear(self.g, prefix + "+".join(names), x, _stack(weights), stacked)
-        return layers.split(self.g, y, [w.shape[0] for w in weights])
+        y = self.lanes(y, sum(sizes)) if by_lane else y
+        return layers.split(self.g, y, sizes) if len(sizes) > 1 else [y]
+
+    def lanes(self, x: str, width: int) -> str:
+        """x [B * T, width] as [B, T, width]."""
+        return self.g.node("Reshape", x, layers.lane_shape(self.g, width))
 
 
 def _stackable(weights: Sequence[Matrix]) -> bool:

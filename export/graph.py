@@ -33,6 +33,8 @@ class GraphBuilder:
         self._file = (path.parent / self._data_name).open("wb")
         self._nodes: list[onnx.NodeProto] = []
         self._initializers: list[TensorProto] = []
+        self.made: set[str] = set()
+        """Names that several nodes use and that exist already."""
         self._prefix = ""
 
     def __enter__(self) -> Self:
@@ -96,12 +98,16 @@ class GraphBuilder:
         self._initializers.append(tensor)
         return name
 
+    def shared(self, name: str, array: npt.NDArray[Any]) -> str:
+        """An initialiser that several nodes use: added once under its name."""
+        if name not in self.made:
+            self.made.add(self.constant(name, array))
+        return name
+
     def ints(self, *values: int) -> str:
         """A small int64 constant, shared by all that want the same values."""
         name = "ints_" + "_".join(map(str, values)).replace("-", "m")
-        if not any(t.name == name for t in self._initializers):
-            self.constant(name, np.array(values, np.int64))
-        return name
+        return self.shared(name, np.array(values, np.int64))
 
     def finish(self, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> None:
         """Writes the graph; its inputs and outputs are exactly the given ones."""

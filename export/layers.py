@@ -26,20 +26,22 @@ class KvScales:
 
 
 def linear(g: GraphBuilder, name: str, x: str, weight: Matrix, bias: F32 | None = None) -> str:
-    """y = x @ weight.T + bias for x [..., K]."""
+    """y = x @ weight.T + bias for x [N, K]."""
     if isinstance(weight, QuantMatrix):
-        y = _quantised(g, name, x, weight)
-    else:
-        y = g.node("MatMul", x, g.constant(f"{name}.weight", weight.T))
-    return y if bias is None else g.node("Add", y, g.constant(f"{name}.bias", bias))
+        return _quantised(g, name, x, weight, bias)
+    inputs = [x, g.constant(f"{name}.weight", weight.T)]
+    if bias is None:
+        return g.node("MatMul", *inputs)
+    return g.node("Gemm", *inputs, g.constant(f"{name}.bias", bias))
 
 
-def _quantised(g: GraphBuilder, name: str, x: str, w: QuantMatrix) -> str:
-    codes, scales = f"{name}.codes", f"{name}.scales"
-    inputs = [x, g.constant(codes, pack(w)), g.constant(scales, w.scales)]
+def _quantised(g: GraphBuilder, name: str, x: str, w: QuantMatrix, bias: F32 | None) -> str:
     rows, columns = w.shape
+    inputs = [x, g.constant(f"{name}.codes", pack(w)), g.constant(f"{name}.scales", w.scales)]
     if w.zero_points is not None:
         inputs.append(g.constant(f"{name}.zero_points", pack_zero_points(w)))
+    if bias is not None:
+        inputs += [""] * (5 - len(inputs)) + [g.constant(f"{name}.bias", bias)]
     # accuracy_level 4 (int8 activations) at block 32 is the fast path whose rows do not depend on
     # how many of them run together.
     y = g.node(
@@ -56,16 +58,18 @@ def _quantised(g: GraphBuilder, name: str, x: str, w: QuantMatrix) -> str:
         return y
     # A float offset per block times the block's sum of x. As a zero point it would have to be
     # rounded to a whole code, and that costs far more than this small product does.
-    blocks = w.codes.shape[1]
-    if columns % BLOCK:
-        x = g.node("Pad", x, g.ints(0, 0, 0, 0, 0, blocks * BLOCK - columns))
-    grouped = g.node("Reshape", x, g.ints(0, 0, blocks, BLOCK))
-    sums = g.node("ReduceSum", grouped, g.ints(3), keepdims=0)
-    return g.node("Add", y, g.node("MatMul", sums, g.constant(f"{name}.offsets", w.offsets.T)))
+    sums = g.node("MatMul", x, _block_sums(g, columns))  # [N, blocks]
+    return g.node("Gemm", sums, g.constant(f"{name}.offsets", w.offsets.T), y)
+
+
+def _block_sums(g: GraphBuilder, columns: int) -> str:
+    """The matrix of ones [K, blocks] that sums x block by block, shared by all maps of one K."""
+    blocks = np.arange(columns)[:, None] // BLOCK == np.arange(-(-columns // BLOCK))
+    return g.shared(f"block_sums_{columns}", blocks.astype(np.float32))
 
 
 def embedding(g: GraphBuilder, name: str, ids: str, table: Matrix) -> str:
-    """Rows of `table` [V, D] for ids [B, T]: [B, T, D]."""
+    """Rows of `table` [V, D] for ids [N]: [N, D]."""
     if not isinstance(table, QuantMatrix):
         return g.node("Gather", g.constant(f"{name}.table", table), ids)
     rows, columns = table.shape
@@ -75,6 +79,8 @@ def embedding(g: GraphBuilder, name: str, ids: str, table: Matrix) -> str:
         ids,
         g.constant(f"{name}.table_scales", table.scales),
     ]
+    if table.zero_points is not None:
+        inputs.append(g.constant(f"{name}.table_zero_points", pack_zero_points(table)))
     x = g.node(
         "GatherBlockQuantized",
         *inputs,
@@ -86,9 +92,9 @@ def embedding(g: GraphBuilder, name: str, ids: str, table: Matrix) -> str:
     )
     if table.offsets is not None:
         offsets = g.node("Gather", g.constant(f"{name}.table_offsets", table.offsets), ids)
-        blocks = g.node("Reshape", x, g.ints(0, 0, table.codes.shape[1], BLOCK))
+        blocks = g.node("Reshape", x, g.ints(0, table.codes.shape[1], BLOCK))
         shifted = g.node("Add", blocks, g.node("Unsqueeze", offsets, g.ints(-1)))
-        x = g.node("Reshape", shifted, g.ints(0, 0, -1))
+        x = g.node("Reshape", shifted, g.ints(0, -1))
     if columns % BLOCK:
         x = g.node("Slice", x, g.ints(0), g.ints(columns), g.ints(-1))
     return x
@@ -98,6 +104,22 @@ def rms_norm(g: GraphBuilder, name: str, x: str, weight: F32, config: ModelConfi
     """RMSNorm over the last axis (Zhang and Sennrich, 2019)."""
     scale = g.constant(name, weight + np.float32(config.norm_offset))
     return g.node("SimplifiedLayerNormalization", x, scale, axis=-1, epsilon=config.rms_eps)
+
+
+def add_and_norm(
+    g: GraphBuilder, name: str, x: str, update: str, weight: F32, config: ModelConfig
+) -> tuple[str, str]:
+    """The residual sum x + update, and its RMSNorm: (sum, normed). One node for both."""
+    scale = g.constant(name, weight + np.float32(config.norm_offset))
+    inputs = (x, update, scale)
+    normed, _, _, total = g.node_n(
+        "SkipSimplifiedLayerNormalization",
+        [f"{name}.normed", "", "", f"{name}.sum"],
+        *inputs,
+        domain=MS,
+        epsilon=config.rms_eps,
+    )
+    return total, normed
 
 
 def head_norm(
@@ -117,6 +139,16 @@ def activation(g: GraphBuilder, x: str, kind: Activation) -> str:
 def split(g: GraphBuilder, x: str, sizes: Sequence[int]) -> list[str]:
     """Cuts the last axis into parts of the given sizes."""
     return g.node_n("Split", len(sizes), x, g.ints(*sizes), axis=-1)
+
+
+def lane_shape(g: GraphBuilder, width: int) -> str:
+    """The shape [B, T, width] as a tensor, made once a graph."""
+    name = f"lane_shape_{width}"
+    if name not in g.made:
+        g.made.add(name)
+        shape = g.node("Shape", "input_ids")
+        g.node_n("Concat", [name], shape, g.ints(width), axis=0)
+    return name
 
 
 def rotary(g: GraphBuilder, x: str, cos: str, sin: str, num_heads: int) -> str:

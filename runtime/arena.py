@@ -14,7 +14,7 @@ from headrace.models.iospec import KV_DTYPES, SPARE_SLOTS
 
 @dataclass(frozen=True, eq=False)
 class Arena:
-    """KV of `lanes` sequences of `capacity` tokens, plus the spare slots of each lane."""
+    """KV of `lanes` sequences of at least `capacity` tokens, and each lane's spare slots."""
 
     keys: list[npt.NDArray[np.generic]]
     """One per layer, [lanes, kv_heads, slots, head_dim], views of one mapping."""
@@ -25,7 +25,7 @@ class Arena:
     @classmethod
     def allocate(cls, config: ModelConfig, kv: str, lanes: int, capacity: int) -> Arena:
         """Maps page-aligned zeroed memory; pages become resident as slots are written."""
-        slots = capacity + SPARE_SLOTS
+        slots = -(-capacity // 16) * 16 + SPARE_SLOTS
         shape = (2, config.num_layers, lanes, config.num_kv_heads, slots, config.head_dim)
         dtype = np.dtype(KV_DTYPES[kv])
         num_bytes = int(np.prod(shape)) * dtype.itemsize

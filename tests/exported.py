@@ -1,0 +1,60 @@
+"""Bundles that several test files share, exported once per state of the exporter's code."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime as ort
+
+import headrace.export
+import headrace.models
+from headrace.export import demo_model
+from headrace.export.build import ExportOptions, export
+from headrace.models.manifest import TARGET, Bundle
+from headrace.paths import cache_dir
+from headrace.runtime.batch import F32, chain
+from headrace.runtime.ort import OrtBackend
+from headrace.runtime.prepare import session_options
+
+
+def smollm2(quant: str, kv: str) -> Bundle:
+    """SmolLM2-135M-Instruct from the GGUF in the cache folder."""
+    out = cache_dir() / "test-bundles" / _code_hash() / f"smollm2-{quant}-{kv}"
+    if not out.exists():
+        out.parent.mkdir(parents=True, exist_ok=True)
+        export(str(demo_model.obtain()), out, ExportOptions(quant=quant, kv=kv))
+    return Bundle.open(out)
+
+
+def _code_hash() -> str:
+    """Bundles of an older exporter must not be tested as if they were this one's."""
+    digest = hashlib.sha256()
+    for package in (headrace.export, headrace.models):
+        for path in sorted(Path(package.__path__[0]).glob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def backend(bundle: Bundle, *, lanes: int = 1, capacity: int = 700, threads: int = 2) -> OrtBackend:
+    """The bundle's graph as it is, without prepared weights."""
+    session = ort.InferenceSession(
+        str(bundle.file(TARGET)), session_options(threads), providers=["CPUExecutionProvider"]
+    )
+    manifest = bundle.manifest
+    return OrtBackend(session, manifest.config, kv=manifest.kv, lanes=lanes, capacity=capacity)
+
+
+def logits_of(
+    runner: OrtBackend, ids: npt.NDArray[np.int64], widths: list[int], lane: int = 0
+) -> F32:
+    """Logits [T, V] of all of `ids`, added to the lane in passes of the given widths in turn."""
+    rows, past, turn = [], 0, 0
+    while past < len(ids):
+        chunk = ids[past : past + widths[turn % len(widths)]]
+        wanted = tuple(range(len(chunk)))
+        rows.append(runner.forward([chain(lane, chunk, past, wanted)]).copy())
+        past, turn = past + len(chunk), turn + 1
+    return np.concatenate(rows)
