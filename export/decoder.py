@@ -162,13 +162,14 @@ class _Layer:
         """
         prefix = f"{self.prefix}{part}."
         weights = [self._matrix(f"{prefix}{n}.weight") for n in names]
-        biases = [self._vector(f"{prefix}{n}.bias") for n in names] if bias else []
+        biases = [self._vector(f"{prefix}{n}.bias") if bias else None for n in names]
         sizes = [w.shape[0] for w in weights]
         if not _stackable(weights):
-            each = zip(names, weights, biases or [None] * len(names), strict=True)
+            each = zip(names, weights, biases, strict=True)
             ys = [layers.linear(self.g, f"{prefix}{n}", x, w, b) for n, w, b in each]
             return [self.lanes(y, n) for y, n in zip(ys, sizes, strict=True)] if by_lane else ys
-        stacked = np.concatenate(biases) if biases else None
+        given = [b for b in biases if b is not None]
+        stacked = np.concatenate(given) if given else None
         y = layers.linear(self.g, prefix + "+".join(names), x, _stack(weights), stacked)
         y = self.lanes(y, sum(sizes)) if by_lane else y
         return layers.split(self.g, y, sizes) if len(sizes) > 1 else [y]

@@ -31,7 +31,8 @@ def runner(bundle: Bundle) -> OrtBackend:
 
 @pytest.fixture(scope="module")
 def ids() -> npt.NDArray[np.int64]:
-    return np.load(DATA / "smollm2_logits.npz")["input_ids"].astype(np.int64)[:120][:120]
+    with np.load(DATA / "smollm2_logits.npz") as fixture:
+        return np.asarray(fixture["input_ids"][:120], np.int64)[:120]
 
 
 @pytest.fixture(scope="module")
