@@ -7,8 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -23,6 +22,7 @@ from headrace.export.calibrate import FloatWeights, Observation, observe
 from headrace.export.checkpoint import Checkpoint, TokenizerSource, open_checkpoint
 from headrace.export.decoder import ReadMatrix, build_target
 from headrace.export.layers import KvScales, Matrix
+from headrace.export.options import QUANTS, ExportOptions
 from headrace.export.quantize import F32, QuantMatrix, quantize_int4, quantize_int8
 from headrace.intact import sha256
 from headrace.models.iospec import KV_DTYPES
@@ -37,7 +37,7 @@ from headrace.models.manifest import (
 )
 from headrace.models.plantlog import calibration_text, sample_log
 
-QUANTS = ("keep", "int8", "int4", "f32")
+__all__ = ["QUANTS", "ExportOptions", "Reporter", "Silent", "export"]
 
 _CALIBRATION_TOKENS = 1024
 _PARITY_TOKENS = 512
@@ -63,24 +63,10 @@ class Silent:
         """See Reporter."""
 
 
-@dataclass(frozen=True)
-class ExportOptions:
-    """How to export; the command line takes its defaults from here."""
-
-    quant: str | None = None
-    """One of QUANTS; None is `keep` for GGUF and `int4` for float weights."""
-    kv: str = "f16"
-    name: str | None = None
-    calibrate: Path | None = None
-    """A text whose activations weight the int4 search; the built-in text if None."""
-    force: bool = False
-    """Keep a bundle that fails its parity check."""
-
-
 def export(
     source: str,
     out: Path,
-    options: ExportOptions = ExportOptions(),
+    options: ExportOptions | None = None,
     report: Reporter | None = None,
 ) -> Manifest:
     """Writes the bundle `out` from a .gguf file, a Hugging Face folder or a hub id.
@@ -91,7 +77,7 @@ def export(
         StorageError: `out` cannot be written. Nothing is left behind in any of these cases.
         UsageError: an option is unknown, or `out` exists.
     """
-    report = report or Silent()
+    options, report = options or ExportOptions(), report or Silent()
     if options.kv not in KV_DTYPES:
         raise UsageError(f"kv: got {options.kv!r}, allowed are {', '.join(KV_DTYPES)}")
     if options.quant not in (None, *QUANTS):
@@ -249,6 +235,7 @@ def _read_text(path: Path) -> str:
 def _whole_or_absent(out: Path) -> Iterator[Path]:
     """A temporary folder beside `out` that becomes `out`, or goes away whatever happens."""
     draft = out.with_name(f".{out.name}.{os.getpid()}.partial")
+    new_parents = [folder for folder in draft.parents if not folder.exists()]
     try:
         try:
             draft.mkdir(parents=True)
@@ -257,6 +244,9 @@ def _whole_or_absent(out: Path) -> Iterator[Path]:
             draft.rename(out)
         finally:
             shutil.rmtree(draft, ignore_errors=True)
+            for folder in new_parents:
+                with suppress(OSError):  # not empty: it holds the bundle
+                    folder.rmdir()
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise StorageError(f"{out}: the disk is full; make room and export again") from error

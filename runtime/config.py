@@ -22,11 +22,11 @@ class RuntimeConfig:
     """How a bundle is loaded. Raises UsageError for a value out of range."""
 
     ctx: int | None = None
-    """Tokens a sequence can hold; None is the smaller of the trained context and 4,096."""
+    """Tokens a sequence can hold; unless set, the smaller of the trained context and 4,096."""
     lanes: int = 1
     """Sequences that can be in the arena at once."""
     threads: int | None = None
-    """Threads of a pass; None leaves it to ONNX Runtime, one a physical core."""
+    """Threads of a pass; unless set, one a physical core (ONNX Runtime's choice)."""
     exactness: Exactness = "exact"
     """`exact` refuses models whose bits would depend on how rows are grouped."""
     mlock: bool = False

@@ -118,12 +118,13 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     """Subtracted from a token's logit for every time it is in the output."""
     seed: int | None = None
-    """None: drawn at random when the request starts, and reported."""
+    """Repeats an answer; unless set, it is drawn at random and reported."""
     stop: tuple[str, ...] = ()
     """Strings that end the answer; the text is cut before them."""
     max_tokens: int = 512
+    """Tokens of the answer at most."""
     logprobs: int | None = None
-    """Alternatives reported per token; 0 reports the chosen token only, None nothing."""
+    """Report each token's log-probability and those of this many alternatives, 0 to 50."""
     logit_bias: Mapping[int, float] = LogitBias({})
     """Token id to what is added to its logit, -100 to 100."""
     ignore_eos: bool = False

@@ -1,0 +1,118 @@
+"""`headrace export`."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import click
+
+from headrace.commands.summary import manifest_facts, parity_facts
+from headrace.commands.terminal import print_facts, reporter
+from headrace.errors import HeadraceError
+from headrace.export.options import QUANTS, ExportOptions
+from headrace.models.iospec import KV_DTYPES
+
+_DEFAULTS = ExportOptions()
+_LIBRARIES = ("gguf", "huggingface_hub", "ml_dtypes", "onnx", "safetensors")
+
+
+@click.command(name="export")
+@click.argument("source")
+@click.option(
+    "-o",
+    "--output",
+    metavar="BUNDLE",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="The folder to make. It must not exist; it appears when it is complete.",
+)
+@click.option(
+    "--quant",
+    type=click.Choice(QUANTS),
+    default=_DEFAULTS.quant,
+    help="How weights are stored, see above. Default: keep for GGUF, int4 otherwise.",
+)
+@click.option(
+    "--kv",
+    type=click.Choice(list(KV_DTYPES)),
+    default=_DEFAULTS.kv,
+    help=f"How keys and values are stored, see above. Default: {_DEFAULTS.kv}.",
+)
+@click.option("--name", help="The model's name in the bundle. Default: what SOURCE calls itself.")
+@click.option(
+    "--calibrate",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="A text like those in service; its activations steer the int4 search and the int8 scales "
+    "of keys and values. Default: a built-in text of plant logs, questions and answers.",
+)
+@click.option("--force", is_flag=True, help="Keep a bundle that fails its parity check.")
+def command(source: str, output: Path, **options: Any) -> None:
+    """Make a bundle from a checkpoint.
+
+    SOURCE is a .gguf file, a Hugging Face folder, or a hub id (org/name, org/name@revision).
+
+    \b
+    --quant, the weights:
+      keep  a GGUF file's Q4_0, Q4_1 and Q8_0 weights are taken over exactly;
+            those of other types, and float checkpoints, become int8
+      int8  every matrix in 8 bits, blocks of 32
+      int4  the layers in 4 bits, each block's scale and offset searched for the
+            least error; embeddings and head in 8 bits
+      f32   no quantisation, for comparisons
+
+    \b
+    --kv, the keys and values of the context:
+      f16   rounded to half precision
+      int8  half the memory; scales are calibrated at export
+      f32   no rounding, for comparisons
+
+    The result is compared with the float model. The export fails if it is too far off, and
+    whatever fails or is interrupted leaves nothing behind.
+    """
+    started = time.monotonic()
+    with export_libraries():
+        from headrace.export.build import export
+
+        with _one_interrupt(), reporter() as report:
+            manifest = export(source, output, ExportOptions(**options), report)
+    seconds = time.monotonic() - started
+    print_facts(
+        str(output),
+        [*manifest_facts(manifest), *parity_facts(manifest.parity), ("time", f"{seconds:.1f} s")],
+    )
+
+
+@contextmanager
+def export_libraries() -> Iterator[None]:
+    """Says what to install where an exporter's library is missing; raises HeadraceError."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        name = (error.name or "").partition(".")[0]
+        if name not in _LIBRARIES:
+            raise
+        raise HeadraceError(
+            f"exporting needs {name}, which is not installed: pip install 'headrace[export]'"
+        ) from error
+
+
+@contextmanager
+def _one_interrupt() -> Iterator[None]:
+    """Ctrl-C ends the work; an impatient second one must not cut the cleaning up short."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

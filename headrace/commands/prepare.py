@@ -1,0 +1,34 @@
+"""`headrace prepare`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from headrace.commands.flags import runtime_config, runtime_flags
+from headrace.commands.terminal import say, size
+from headrace.models.manifest import Bundle
+from headrace.paths import cache_dir
+
+
+@click.command(name="prepare")
+@click.argument("bundle", type=click.Path(path_type=Path))
+@runtime_flags("threads")
+def command(bundle: Path, **flags: Any) -> None:
+    """Make the weights of BUNDLE ready for this machine, so that the first start is a quick one.
+
+    They go into the cache folder: HEADRACE_CACHE, or headrace/ in the user's cache. Otherwise
+    the first command that loads the bundle does it.
+    """
+    config = runtime_config(flags)
+
+    from headrace.runtime.llm import prepare_bundle, verify
+
+    opened, cache = Bundle.open(bundle), cache_dir()
+    verify(opened, cache, say)
+    prepared = prepare_bundle(opened, cache, config.threads, say)
+    if not prepared.built:
+        say("prepared already")
+    print(f"{prepared.folder}  {size(prepared.nbytes)}")

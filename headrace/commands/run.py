@@ -1,0 +1,112 @@
+"""`headrace run`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from headrace.commands import prompts
+from headrace.commands.flags import (
+    json_value,
+    key_values,
+    read_text_file,
+    runtime_config,
+    runtime_flags,
+    sampling_flags,
+    sampling_settings,
+)
+from headrace.commands.terminal import say
+from headrace.errors import UsageError
+from headrace.runtime.request import SamplingParams
+
+
+@click.command(name="run")
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.argument("prompt", required=False)
+@click.option("--system", metavar="TEXT", help="The system message of the chat.")
+@click.option("--raw", is_flag=True, help="Continue the prompt as it is, without chat template.")
+@click.option(
+    "--chat-template",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="A Jinja template to use instead of the model's own.",
+)
+@click.option(
+    "--template-arg",
+    "template_args",
+    metavar="K=V",
+    multiple=True,
+    help="A variable for the chat template; V is read as JSON where it is JSON "
+    "(enable_thinking=false). Repeatable.",
+)
+@click.option(
+    "--sampling",
+    type=click.Choice(["headrace", "model"]),
+    default="headrace",
+    help="Whose defaults the sampling flags have: those named below, or the model's "
+    "generation_config. Default: headrace.",
+)
+@sampling_flags
+@runtime_flags("ctx", "lanes", "threads", "exactness", "mlock")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
+@click.option("--stats", is_flag=True, help="Print speed and memory on stderr afterwards.")
+def command(bundle: Path, prompt: str | None, **flags: Any) -> None:
+    r"""Answer PROMPT with the model of BUNDLE, streaming.
+
+    Without PROMPT, or with `-`, the prompt is read from stdin; if stdin is a terminal, without
+    PROMPT, a chat begins, in which /help lists the commands and Ctrl-C ends an answer.
+
+    Names of control tokens in a prompt stay text. In --stop, \n, \r, \t and \\ are escapes.
+    """
+    as_json, stats = flags.pop("as_json"), flags.pop("stats")
+    sampling, user = flags.pop("sampling"), sampling_settings(flags)
+    style = _style(flags)
+    config = runtime_config(flags)
+    # a mistake should show before a model is loaded
+    params = SamplingParams.resolve(user)
+    text = prompts.given_prompt(prompt)
+    if text is None and as_json:
+        raise UsageError("--json needs a PROMPT, or one on stdin: a chat is not one JSON object")
+
+    from headrace.commands.chat import Chat
+    from headrace.commands.talk import Talk
+    from headrace.runtime.llm import LLM
+
+    with LLM(bundle, config, say=say) as llm:
+        if sampling == "model":
+            params = SamplingParams.resolve(user, llm.sampling_defaults)
+        talk = Talk(llm, params.seeded(), **style)
+        if params.seed is None and params.temperature > 0 and not as_json:
+            say(f"seed {talk.params.seed}")
+        if text is None:
+            Chat(talk, stats).run()
+        elif as_json:
+            measured = talk.finish(talk.ask(text))
+            answer = {"model": llm.bundle.manifest.name, **measured.completion.to_json()}
+            print(json.dumps(answer, ensure_ascii=False), flush=True)
+            talk.print_figures(measured, stats=stats, logprobs=False)
+        else:
+            measured = talk.finish(talk.ask(text), sys.stdout)
+            talk.print_figures(measured, stats=stats)
+
+
+def _style(flags: dict[str, Any]) -> dict[str, Any]:
+    """What `Talk` wants to know; takes it out of `flags`. Raises UsageError."""
+    raw, system = flags.pop("raw"), flags.pop("system")
+    template, pairs = flags.pop("chat_template"), flags.pop("template_args")
+    for flag, value in (("--system", system), ("--chat-template", template)):
+        if raw and value is not None:
+            raise UsageError(f"{flag} has no meaning with --raw, which uses no chat template")
+    if raw and pairs:
+        raise UsageError("--template-arg has no meaning with --raw, which uses no chat template")
+    values = key_values("--template-arg", pairs)
+    return {
+        "raw": raw,
+        "system": system,
+        "template": None if template is None else read_text_file("--chat-template", template),
+        "template_args": {key: json_value(value) for key, value in values.items()},
+    }
