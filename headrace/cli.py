@@ -6,6 +6,7 @@ Exit codes: 0, 1 for errors, 2 for usage, 130 after Ctrl-C, 143 after SIGTERM.
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import os
 import signal
@@ -27,6 +28,9 @@ COMMANDS = {
     "demo": "Export a small model and let it answer and read a log.",
 }
 """Each is `headrace.commands.<name>.command`, imported on use: some are not for the board."""
+
+
+_NO_MEMORY = "not enough memory; a smaller --ctx or fewer --lanes need less"
 
 
 class _Group(click.Group):
@@ -82,11 +86,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _complain(str(error), error.exit_code)
         except OSError as error:
             _drop_output()
+            if error.errno == errno.ENOMEM:
+                return _complain(_NO_MEMORY, 1)
             where = f"{error.filename}: " if error.filename is not None else ""
             return _complain(f"{where}{error.strerror or error}", 1)
         except MemoryError as error:
-            reason = str(error) or "the system refused more"
-            return _complain(f"not enough memory: {reason}; try a smaller --ctx or fewer lanes", 1)
+            return _complain(": ".join(filter(None, (_NO_MEMORY, str(error)))), 1)
 
 
 def _complain(message: str, code: int) -> int:

@@ -1,13 +1,54 @@
 """Fixtures that several test files share."""
 
+from __future__ import annotations
+
+import json
+import shutil
 from pathlib import Path
 
 import pytest
+from commandline import CommandLine
+from tiny_checkpoints import TINY
 
 from headrace.export import demo_model
+from headrace.export.build import ExportOptions, export
 
 
 @pytest.fixture(scope="session")
 def smollm2_gguf() -> Path:
     """SmolLM2-135M-Instruct as Q4_1 GGUF, from the cache folder."""
     return demo_model.obtain()
+
+
+@pytest.fixture(scope="session")
+def tiny_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny llama with its random weights; its context is 128 tokens. Not to be changed."""
+    bundle = tmp_path_factory.mktemp("tiny") / "bundle"
+    export(str(TINY / "llama"), bundle, ExportOptions(quant="f32"))
+    return bundle
+
+
+@pytest.fixture(scope="session")
+def endless_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with a context so long that an answer takes as long as a test wants it to."""
+    folder = tmp_path_factory.mktemp("endless")
+    source = shutil.copytree(TINY / "llama", folder / "source")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 100_000}))
+    export(str(source), folder / "bundle", ExportOptions(quant="f32"))
+    return folder / "bundle"
+
+
+@pytest.fixture(scope="session")
+def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache folder of the test run's own, for prepared weights that tests may share."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, shared_cache: Path
+) -> CommandLine:
+    """The command line, with a cache folder of the test run's own."""
+    monkeypatch.setenv("HEADRACE_CACHE", str(shared_cache))
+    return CommandLine(capsys, monkeypatch)

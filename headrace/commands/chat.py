@@ -35,7 +35,7 @@ class Chat:
     def __init__(self, talk: Talk, stats: bool) -> None:
         """`stats`: show figures after every answer."""
         self._talk, self._stats = talk, stats
-        self._messages: list[Message] = []
+        self.messages: list[Message] = []
         self._last: Measured | None = None
         self._commands: dict[str, Callable[[str], None]] = {
             "/help": lambda rest: say(HELP),
@@ -58,7 +58,7 @@ class Chat:
     def _answer(self, text: str) -> None:
         """Answers a message; what was said by Ctrl-C stays in the conversation."""
         try:
-            answer = self._talk.ask(text, self._messages)
+            answer = self._talk.ask(text, self.messages)
         except HeadraceError as error:
             say(f"headrace: {error}")
             return
@@ -67,7 +67,7 @@ class Chat:
             measured = self._talk.finish(answer, sys.stdout)
         said = answer.completion.text
         if measured is not None or said:
-            self._messages += [
+            self.messages += [
                 {"role": "user", "content": text},
                 {"role": "assistant", "content": said},
             ]
@@ -76,7 +76,7 @@ class Chat:
             self._talk.print_figures(measured, stats=self._stats)
 
     def _clear(self, rest: str) -> None:
-        self._messages.clear()
+        self.messages.clear()
         say("the conversation is forgotten")
 
     def _set_system(self, rest: str) -> None:

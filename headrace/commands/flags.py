@@ -67,13 +67,13 @@ def json_value(text: str) -> object:
         return text
 
 
-def key_values(flag: str, texts: Iterable[str]) -> dict[str, str]:
-    """`K=V` pairs of a repeatable flag; raises UsageError for one without a `=` or a key."""
+def key_values(flag: str, texts: Iterable[str], form: str = "NAME=VALUE") -> dict[str, str]:
+    """Pairs of a repeatable flag; raises UsageError for one without a `=` or a key."""
     pairs = {}
     for text in texts:
         key, equals, value = text.partition("=")
         if not equals or not key.strip():
-            raise UsageError(f"{flag}: got {text!r}, expected NAME=VALUE")
+            raise UsageError(f"{flag}: got {text!r}, expected {form}")
         pairs[key.strip()] = value
     return pairs
 
@@ -99,7 +99,7 @@ def read_text_file(flag: str, path: Path) -> str:
 
 def _logit_bias(texts: Iterable[str]) -> dict[int, float]:
     bias = {}
-    for key, value in key_values("--logit-bias", texts).items():
+    for key, value in key_values("--logit-bias", texts, "ID=B").items():
         try:
             bias[int(key)] = float(value)
         except ValueError:

@@ -17,10 +17,10 @@ from headrace.paths import cache_dir
 @click.argument("bundle", type=click.Path(path_type=Path))
 @runtime_flags("threads")
 def command(bundle: Path, **flags: Any) -> None:
-    """Make the weights of BUNDLE ready for this machine, so that the first start is a quick one.
+    """Make a bundle's weights ready for this machine.
 
-    They go into the cache folder: HEADRACE_CACHE, or headrace/ in the user's cache. Otherwise
-    the first command that loads the bundle does it.
+    They go into the cache folder: HEADRACE_CACHE, or headrace/ in the user's cache. Without this
+    the first command that loads BUNDLE does it, and starts later for it.
     """
     config = runtime_config(flags)
 

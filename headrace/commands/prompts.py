@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 from headrace.errors import UsageError
@@ -24,14 +25,23 @@ def given_prompt(argument: str | None) -> str | None:
     if argument is None or argument == STDIN:
         prompt = read_stdin("the prompt on stdin").removesuffix("\n")
     else:
-        prompt = argument
+        prompt = _typed(argument)
     if not prompt.strip():
         raise UsageError("the prompt is empty; give one as PROMPT or on stdin")
-    try:
-        prompt.encode()
-    except UnicodeEncodeError as error:
-        raise UsageError("PROMPT is not valid UTF-8") from error
     return prompt
+
+
+def _typed(argument: str) -> str:
+    """An argument as it was typed, even if Python could not decode it; raises UsageError."""
+    try:
+        argument.encode()
+        return argument
+    except UnicodeEncodeError:
+        pass
+    try:
+        return os.fsencode(argument).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError("PROMPT is not valid UTF-8") from error
 
 
 def read_stdin(what: str) -> str:

@@ -55,7 +55,9 @@ from headrace.runtime.request import SamplingParams
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
 @click.option("--stats", is_flag=True, help="Print speed and memory on stderr afterwards.")
 def command(bundle: Path, prompt: str | None, **flags: Any) -> None:
-    r"""Answer PROMPT with the model of BUNDLE, streaming.
+    r"""Answer a prompt, or chat.
+
+    The answer of the model in BUNDLE streams to stdout, and nothing else does.
 
     Without PROMPT, or with `-`, the prompt is read from stdin; if stdin is a terminal, without
     PROMPT, a chat begins, in which /help lists the commands and Ctrl-C ends an answer.

@@ -21,10 +21,10 @@ from headrace.errors import UsageError
 @click.option("--tokens", is_flag=True, help="Print each token's log-probability too.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, tokens included.")
 def command(bundle: Path, file: Path | None, tokens: bool, as_json: bool, **flags: Any) -> None:
-    """Measure how well the model of BUNDLE expects a text: FILE, or else stdin.
+    """Measure how well a model expects a text.
 
-    Prints the perplexity and the sum of the tokens' natural-log probabilities, each after the
-    tokens before it.
+    The text is FILE, or else stdin. Prints its perplexity under the model of BUNDLE and the sum
+    of its tokens' natural-log probabilities, each after the tokens before it.
     """
     config = runtime_config(flags)
     if file is None or str(file) == prompts.STDIN:
