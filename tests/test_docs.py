@@ -15,7 +15,6 @@ import pytest
 from test_packaging import ROOT, product_files
 
 from headrace.cli import cli
-from headrace.export.build import ExportOptions, export
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
@@ -127,11 +126,13 @@ def test_files_named_in_code_exist(document: Path) -> None:
             assert (ROOT / name).exists(), name
 
 
-def test_readmes_program_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_readmes_program_runs(
+    tiny_bundle: Path, shared_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)
     assert len(blocks) == 1
-    export(str(ROOT / "tests/data/tiny/llama"), tmp_path / "smol", ExportOptions(quant="f32"))
-    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "smol").symlink_to(tiny_bundle)
+    monkeypatch.setenv("HEADRACE_CACHE", str(shared_cache))
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", blocks[0]],
         cwd=tmp_path,
