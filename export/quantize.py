@@ -158,7 +158,7 @@ def _refined(w: F32, step: F32, zero: F32, importance: F32) -> F32:
     weighted = units * importance
     size = np.einsum("nbk,nbk->nb", weighted, units)
     fitted = np.einsum("nbk,nbk->nb", weighted, w) / np.maximum(size, np.float32(1e-30))
-    return np.maximum(fitted, _SMALLEST_STEP)
+    return np.asarray(np.maximum(fitted, _SMALLEST_STEP))
 
 
 def _codes(w: F32, step: F32, zero: F32) -> F32:

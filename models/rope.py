@@ -112,6 +112,47 @@ def cos_sin(rope: Rope, positions: npt.NDArray[np.int64]) -> tuple[F32, F32]:
     return cos.astype(np.float32), sin.astype(np.float32)
 
 
+class RopeTable:
+    """cos and sin rows by position, from blocks that are computed whole and remembered.
+
+    A position always comes out of the same block, so its bits do not depend on which positions
+    were asked for together; and a step of decoding computes no cosines.
+    """
+
+    BLOCK = 64
+    MAX_BLOCKS = 256
+
+    def __init__(self, rope: Rope) -> None:
+        self._rope = rope
+        self._blocks: dict[int, tuple[F32, F32]] = {}
+
+    def rows(self, positions: npt.NDArray[np.int64]) -> tuple[F32, F32]:
+        """cos and sin [n, head_dim / 2] of positions [n]."""
+        if len(positions) == 1:
+            index, offset = divmod(int(positions[0]), self.BLOCK)
+            cos, sin = self._block(index)
+            return cos[offset : offset + 1], sin[offset : offset + 1]
+        half = len(self._rope.inv_freq)
+        cos, sin = np.empty((2, len(positions), half), np.float32)
+        indices = positions // self.BLOCK
+        for index in np.unique(indices):
+            here = indices == index
+            block_cos, block_sin = self._block(int(index))
+            offsets = positions[here] - index * self.BLOCK
+            cos[here], sin[here] = block_cos[offsets], block_sin[offsets]
+        return cos, sin
+
+    def _block(self, index: int) -> tuple[F32, F32]:
+        block = self._blocks.get(index)
+        if block is None:
+            if len(self._blocks) >= self.MAX_BLOCKS:
+                self._blocks.pop(next(iter(self._blocks)))
+            start = index * self.BLOCK
+            block = cos_sin(self._rope, np.arange(start, start + self.BLOCK))
+            self._blocks[index] = block
+        return block
+
+
 def rotate(x: F32, cos: F32, sin: F32) -> F32:
     """Rotates channel pairs (i, i + head_dim / 2) of x [..., head_dim]."""
     half = x.shape[-1] // 2

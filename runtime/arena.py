@@ -20,6 +20,9 @@ class Arena:
     """One per layer, [lanes, kv_heads, slots, head_dim], views of one mapping."""
     values: list[npt.NDArray[np.generic]]
     capacity: int
+    """Tokens a lane can hold."""
+    slots: int
+    """Slots a lane has, spare ones included."""
     num_bytes: int
 
     @classmethod
@@ -30,4 +33,4 @@ class Arena:
         dtype = np.dtype(KV_DTYPES[kv])
         num_bytes = int(np.prod(shape)) * dtype.itemsize
         whole = np.frombuffer(mmap.mmap(-1, num_bytes), dtype).reshape(shape)
-        return cls(list(whole[0]), list(whole[1]), capacity, num_bytes)
+        return cls(list(whole[0]), list(whole[1]), capacity, slots, num_bytes)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
@@ -14,7 +13,7 @@ import onnxruntime as ort
 
 from headrace.models.config import ModelConfig
 from headrace.models.iospec import kv_names, present_names
-from headrace.models.rope import cos_sin
+from headrace.models.rope import RopeTable
 from headrace.runtime.arena import Arena
 from headrace.runtime.backend import BackendFacts
 from headrace.runtime.batch import F32, LaneRows
@@ -24,6 +23,11 @@ MAX_ROWS = 256
 """Rows of a prefill chunk: more no longer raise the throughput, and stall others for longer."""
 
 MAX_WANTED = 32
+
+_TOTAL_STEP = 64
+"""The declared total grows in steps, so that most passes keep the bias of the one before."""
+
+_MAX_ZEROS = 64
 
 _T = TypeVar("_T", bound=np.generic)
 
@@ -46,17 +50,23 @@ class _Binding:
     """
 
     def __init__(
-        self, session: ort.InferenceSession, config: ModelConfig, arena: Arena, shape: _Shape
+        self,
+        session: ort.InferenceSession,
+        config: ModelConfig,
+        arena: Arena,
+        logits: F32,
+        shape: _Shape,
     ) -> None:
         half = config.head_dim // 2
         lanes, rows = shape.lanes, shape.rows
         self.io = session.io_binding()
         self._alive: dict[str, ort.OrtValue] = {}
+        self._bound: dict[str, F32] = {}
         self.input_ids = self._input("input_ids", np.zeros((lanes, rows), np.int64))
         self.ropes = [
-            tuple(
-                self._input(f"{name}{suffix}", np.zeros((lanes, rows, half), np.float32))
-                for name in ("cos", "sin")
+            (
+                self._input(f"cos{suffix}", np.zeros((lanes, rows, half), np.float32)),
+                self._input(f"sin{suffix}", np.zeros((lanes, rows, half), np.float32)),
             )
             for suffix in (("", "_local") if config.rope_local else ("",))
         ]
@@ -64,7 +74,7 @@ class _Binding:
         self.query_seqlens = self._input("query_seqlens", np.zeros(lanes, np.int32))
         self.total = self._input("total_sequence_length", np.zeros((), np.int32))
         self.logit_rows = self._input("logit_rows", np.zeros(shape.wanted, np.int64))
-        self.logits = np.zeros((shape.wanted, config.vocab_size), np.float32)
+        self.logits = logits[: shape.wanted]
         self.io.bind_ortvalue_output("logits", self._keep("logits", self.logits))
         held = slice(shape.first_lane, shape.first_lane + lanes)
         for layer in range(config.num_layers):
@@ -84,8 +94,9 @@ class _Binding:
         return array
 
     def bind_bias(self, name: str, array: F32) -> None:
-        """Binds a bias, whose width changes with every pass."""
-        self._input(name, array)
+        """Binds a bias; its width grows with the lanes, so not every pass brings another."""
+        if self._bound.get(name) is not array:
+            self._bound[name] = self._input(name, array)
 
 
 class OrtBackend:
@@ -106,8 +117,12 @@ class OrtBackend:
         self.seconds_in_passes = 0.0
         self._session, self._config = session, config
         self._machine = machine or Machine.here()
+        self._logits = np.zeros((MAX_WANTED, config.vocab_size), np.float32)
         self._bindings: dict[_Shape, _Binding] = {}
         self._biases = _Biases(config.sliding_window)
+        self._ropes = [RopeTable(config.rope)]
+        if config.rope_local is not None:
+            self._ropes.append(RopeTable(config.rope_local))
         self._facts = BackendFacts(
             vocab_size=config.vocab_size,
             lanes=lanes,
@@ -123,12 +138,11 @@ class OrtBackend:
 
     def forward(self, rows: Sequence[LaneRows]) -> F32:
         """See Backend.forward."""
-        self._check(rows)
         num_wanted = sum(len(r.wanted) for r in rows)
         shape, declared = self._shape(rows, num_wanted)
         binding = self._bindings.get(shape)
         if binding is None:
-            binding = _Binding(self._session, self._config, self.arena, shape)
+            binding = _Binding(self._session, self._config, self.arena, self._logits, shape)
             self._bindings[shape] = binding
         self._fill(binding, shape, rows, declared)
         start = time.perf_counter()
@@ -137,45 +151,45 @@ class OrtBackend:
         return binding.logits[:num_wanted]
 
     def _shape(self, rows: Sequence[LaneRows], num_wanted: int) -> tuple[_Shape, list[int]]:
-        declared = [declared_rows(r.past, r.num_rows, self._machine) for r in rows]
-        first, last = rows[0].lane, rows[-1].lane
+        facts, first, declared = self._facts, rows[0].lane, []
+        for i, r in enumerate(rows):
+            assert r.lane == first + i < facts.lanes, "lanes must exist and be consecutive"
+            assert r.past + r.num_rows <= facts.capacity, "lane is full"
+            assert r.num_rows <= facts.max_rows, "too many rows in one pass"
+            declared.append(declared_rows(r.past, r.num_rows, self._machine))
+        assert num_wanted <= facts.max_wanted, "too many logits wanted"
         # Two rows through the head, too: one row takes another kernel on some machines.
-        wanted = max(2, 1 << (num_wanted - 1).bit_length()) if num_wanted else 2
-        return _Shape(first, last - first + 1, _padded(max(declared)), wanted), declared
+        wanted = 1 << max(1, (num_wanted - 1).bit_length())
+        width = min(_padded(max(declared)), self.arena.slots)
+        return _Shape(first, len(rows), width, wanted), declared
 
     def _fill(
         self, binding: _Binding, shape: _Shape, rows: Sequence[LaneRows], declared: Sequence[int]
     ) -> None:
-        binding.input_ids[:] = 0
-        positions = np.zeros((shape.lanes, shape.rows), np.int64)
+        """Writes a pass's inputs. What padding rows hold does not matter and is left as it was.
+
+        After a pass the caches are full of weights, so every Python object touched here costs
+        several times what a warm loop would show.
+        """
         wanted: list[int] = []
-        for i, r in enumerate(rows):
+        total = shape.rows  # the operator refuses a total below the width of the pass
+        for i, (r, num_declared) in enumerate(zip(rows, declared, strict=True)):
             binding.input_ids[i, : r.num_rows] = r.token_ids
-            positions[i, : r.num_rows] = r.positions
+            for (cos, sin), table in zip(binding.ropes, self._ropes, strict=True):
+                cos[i, : r.num_rows], sin[i, : r.num_rows] = table.rows(r.positions)
+            binding.query_seqlens[i] = num_declared
+            binding.seqlens_k[i] = r.past + num_declared - 1
+            total = max(total, r.past + num_declared)
             wanted += [i * shape.rows + row for row in r.wanted]
-        binding.query_seqlens[:] = declared
-        binding.seqlens_k[:] = [r.past + d - 1 for r, d in zip(rows, declared, strict=True)]
-        # The operator refuses a total below the width of the pass.
-        total = max(int(binding.seqlens_k.max()) + 1, shape.rows)
+        binding.logit_rows[: len(wanted)] = wanted
+        binding.logit_rows[len(wanted) :] = 0
+        # The lanes' own lengths decide what is attended to; the total only has to cover them.
+        total = min(-(-total // _TOTAL_STEP) * _TOTAL_STEP, self.arena.slots)
         binding.total[...] = total
-        binding.logit_rows[:] = wanted + [0] * (shape.wanted - len(wanted))
-        ropes = (self._config.rope, self._config.rope_local)
-        for (cos, sin), rope in zip(binding.ropes, ropes, strict=False):
-            assert rope is not None
-            cos[...], sin[...] = cos_sin(rope, positions)
         binding.bind_bias("attention_bias", self._biases.full(shape.rows, rows, total))
         if self._config.has_local_layers:
             local = self._biases.local(shape.rows, rows, total)
             binding.bind_bias("attention_bias_local", local)
-
-    def _check(self, rows: Sequence[LaneRows]) -> None:
-        facts = self._facts
-        assert rows, "a pass needs at least one lane"
-        assert rows[0].lane >= 0 and rows[-1].lane < facts.lanes, "no such lane"
-        assert all(b.lane == a.lane + 1 for a, b in pairwise(rows)), "lanes must be consecutive"
-        assert all(r.past + r.num_rows <= facts.capacity for r in rows), "lane is full"
-        assert all(r.num_rows <= facts.max_rows for r in rows), "too many rows in one pass"
-        assert sum(len(r.wanted) for r in rows) <= facts.max_wanted, "too many logits wanted"
 
     def close(self) -> None:
         """Drops bindings and session; the arena's memory goes with the last view of it."""
@@ -188,19 +202,24 @@ class _Biases:
 
     def __init__(self, window: int | None) -> None:
         self._window = window
-        # Never written: its pages stay the kernel's one zero page.
-        self._zeros = np.zeros(0, np.float32)
+        self._zeros: dict[tuple[int, ...], F32] = {}
 
     def full(self, width: int, rows: Sequence[LaneRows], total: int) -> F32:
         shape = (len(rows), 1, width, total)
         if all(r.hidden is None for r in rows):
-            size = int(np.prod(shape))
-            if size > len(self._zeros):
-                self._zeros = np.zeros(size, np.float32)
-            return self._zeros[:size].reshape(shape)
+            return self._zero(shape)
         bias = np.zeros(shape, np.float32)
         self._hide_branches(bias, rows)
         return bias
+
+    def _zero(self, shape: tuple[int, ...]) -> F32:
+        """The same array for the same shape. Never written, so large ones stay unmapped pages."""
+        zeros = self._zeros.get(shape)
+        if zeros is None:
+            if len(self._zeros) >= _MAX_ZEROS:
+                self._zeros.pop(next(iter(self._zeros)))
+            zeros = self._zeros[shape] = np.zeros(shape, np.float32)
+        return zeros
 
     def local(self, width: int, rows: Sequence[LaneRows], total: int) -> F32:
         """Masks what lies `window` or more positions back. By logical position: the operator's

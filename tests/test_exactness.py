@@ -155,3 +155,13 @@ def test_unpadded_rows_would_differ() -> None:
 def test_all_logits_agree_with_single_steps(runner: OrtBackend, ids: npt.NDArray[np.int64]) -> None:
     few = ids[:24]
     assert (logits_of(runner, few, [1]) == logits_of(runner, few, [24])).all()
+
+
+def test_a_small_lane_filled_to_its_end(bundle: Bundle, ids: npt.NDArray[np.int64]) -> None:
+    """Widths and totals are rounded up, and must still fit a lane that is hardly larger."""
+    whole = logits_of(backend(bundle, capacity=70), ids[:70], [70 // 3])
+    stepped = logits_of(backend(bundle, capacity=70), ids[:70], [16, 1])
+    assert (whole == stepped).all()
+    runner = backend(bundle, capacity=70)
+    last = runner.forward([chain(0, ids[:70], 0, (69,))])[0]
+    assert (last == whole[69]).all()
