@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -24,6 +25,7 @@ from headrace.export.decoder import ReadMatrix, build_target
 from headrace.export.layers import KvScales, Matrix
 from headrace.export.options import QUANTS, ExportOptions
 from headrace.export.quantize import F32, QuantMatrix, quantize_int4, quantize_int8
+from headrace.export.tokenizer import drop_tokens_without_row
 from headrace.intact import sha256
 from headrace.models.iospec import KV_DTYPES
 from headrace.models.manifest import (
@@ -104,7 +106,10 @@ class _Export:
     ) -> None:
         self.checkpoint, self.quant, self.options = checkpoint, quant, options
         self.folder, self.report = folder, report
-        self.text = checkpoint.tokenizer()
+        text = checkpoint.tokenizer()
+        # Gemma3's text models come with a token for images that has no row.
+        fitted, _ = drop_tokens_without_row(text.tokenizer_json, checkpoint.config.vocab_size)
+        self.text = replace(text, tokenizer_json=fitted)
         self.tokenizer = _load_tokenizer(self.text, checkpoint)
 
     def run(self) -> Manifest:
