@@ -33,7 +33,8 @@ class _End:
 class Answer:
     """An iterator over an answer's pieces; `completion` is the whole, once it has ended.
 
-    Closing it, or leaving its `with` block, ends the request at once and keeps what there is.
+    Closing it, leaving its `with` block or dropping it ends the request at once; what was
+    generated until then stays in `completion`.
     """
 
     def __init__(
@@ -46,19 +47,10 @@ class Answer:
         """Raises ContextFullError for a prompt that does not fit, UsageError for a logit bias
         outside the vocabulary. Nothing is computed before the first piece is asked for.
         """
-        facts = engine.backend.facts
-        require_room(len(prompt_ids), facts.capacity)
-        self.params = params.seeded()
-        self._engine, self._tokenizer, self._prompt_ids = engine, tokenizer, prompt_ids
-        self._sampler = Sampler(self.params, prompt_ids, facts.vocab_size)
-        self._started = time.perf_counter()
-        self._text: list[str] = []
-        self._token_ids: list[int] = []
-        self._logprobs: list[TokenLogprob] = []
-        self._end: _End | None = None
-        self._prefilled = 0
-        self._prefilled_at = self._first_at = self._last_at = self._started
-        self._deltas = self._run()
+        self._request = _Request(engine, tokenizer, prompt_ids, params.seeded())
+        # The generator must not refer to this object: a cycle would keep the lane of a dropped
+        # answer until the garbage collector comes by.
+        self._deltas = self._request.run()
 
     def __iter__(self) -> Iterator[Delta]:
         return self
@@ -84,6 +76,39 @@ class Answer:
     @property
     def completion(self) -> Completion:
         """The answer so far; its finish_reason is `length` if it was closed before its end."""
+        return self._request.completion()
+
+    def result(self) -> Completion:
+        """Runs to the end."""
+        for _ in self._deltas:
+            pass
+        return self.completion
+
+
+class _Request:
+    """What an answer is made of, and the generator that makes it."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+    ) -> None:
+        facts = engine.backend.facts
+        require_room(len(prompt_ids), facts.capacity)
+        self._params = params
+        self._engine, self._tokenizer, self._prompt_ids = engine, tokenizer, prompt_ids
+        self._sampler = Sampler(self._params, prompt_ids, facts.vocab_size)
+        self._started = time.perf_counter()
+        self._text: list[str] = []
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._end: _End | None = None
+        self._prefilled = 0
+        self._prefilled_at = self._first_at = self._last_at = self._started
+
+    def completion(self) -> Completion:
         end = self._end or _End("length")
         return Completion(
             text="".join(self._text),
@@ -98,19 +123,13 @@ class Answer:
                 decode_tokens=max(0, len(self._token_ids) - 1),
                 decode_s=self._last_at - self._first_at,
             ),
-            seed=self.params.seed,
-            logprobs=tuple(self._logprobs) if self.params.logprobs is not None else None,
+            seed=self._params.seed,
+            logprobs=tuple(self._logprobs) if self._params.logprobs is not None else None,
         )
 
-    def result(self) -> Completion:
-        """Runs to the end."""
-        for _ in self._deltas:
-            pass
-        return self.completion
-
-    def _run(self) -> Generator[Delta]:
+    def run(self) -> Generator[Delta]:
         detokenizer = self._tokenizer.detokenizer()
-        router = StopRouter(self.params.stop)
+        router = StopRouter(self._params.stop)
         capacity = self._engine.backend.facts.capacity
         with self._engine.lane(self._prompt_ids) as lane:
             row, self._prefilled = lane.prefill(self._prompt_ids)
@@ -135,10 +154,10 @@ class Answer:
         self._token_ids.append(choice.token_id)
 
     def _end_by_token(self, token_id: int, capacity: int) -> _End | None:
-        if token_id in self._tokenizer.eos_ids and not self.params.ignore_eos:
+        if token_id in self._tokenizer.eos_ids and not self._params.ignore_eos:
             return _End("stop", token_id)
         total = len(self._prompt_ids) + len(self._token_ids)
-        if len(self._token_ids) >= self.params.max_tokens or total >= capacity:
+        if len(self._token_ids) >= self._params.max_tokens or total >= capacity:
             return _End("length")
         return None
 

@@ -16,8 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from tiny_checkpoints import TINY
 
+from headrace.export.build import ExportOptions, export
 from headrace.models.families import config_from_hf, weights
+from headrace.models.manifest import Bundle
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -145,3 +148,36 @@ def test_hub_ids(tmp_path: Path, hub: str) -> None:
 def test_hub_that_cannot_be_reached(tmp_path: Path) -> None:
     (line,) = from_hub(tmp_path, "org/tiny", HF_ENDPOINT="http://127.0.0.1:9")
     assert line.startswith("SourceError: org/tiny:")
+
+
+def test_a_hub_id_is_exported(tmp_path: Path) -> None:
+    """All the way: a tiny model on a hub becomes a bundle."""
+    Hub.folder = TINY / "llama"
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+    thread.start()
+    try:
+        environment = {
+            **os.environ,
+            "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
+            "HF_HOME": str(tmp_path / "hf"),
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_HUB_OFFLINE": "0",
+        }
+        command = [sys.executable, "-m", "headrace", "export", "org/tiny", "-o"]
+        subprocess.run(
+            [*command, str(tmp_path / "b"), "--quant", "f32"],
+            env=environment,
+            check=True,
+            capture_output=True,
+            timeout=120,
+        )
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+    hub_made = Bundle.open(tmp_path / "b").manifest
+    export(str(TINY / "llama"), tmp_path / "local", ExportOptions(quant="f32"))
+    local = Bundle.open(tmp_path / "local").manifest
+    assert hub_made.files == local.files
+    assert hub_made.name == "org/tiny"

@@ -1,0 +1,207 @@
+"""Laws of answers: streamed equals whole, resumed equals fresh, seeds repeat, lanes do not mix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from headrace import LLM, SamplingParams
+from headrace.errors import BundleError, ContextFullError, ExactnessError, UsageError
+from headrace.models.config import ModelConfig
+from headrace.models.manifest import Bundle
+from headrace.models.rope import plain
+from headrace.runtime.answer import Answer
+from headrace.runtime.config import RuntimeConfig
+from headrace.runtime.exactness import Machine, require_exact
+from headrace.runtime.llm import runtime_config
+
+HOT = SamplingParams(temperature=1.0, seed=7, max_tokens=24, ignore_eos=True)
+PROMPT = "pump 3 reports low flow"
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_bundle: Path, shared_cache: Path) -> Iterator[LLM]:
+    with LLM(tiny_bundle, cache=shared_cache, lanes=2) as loaded:
+        yield loaded
+
+
+def end_with(llm: LLM) -> int:
+    return llm.tokenizer.eos_ids[0]
+
+
+def test_streamed_equals_whole(llm: LLM) -> None:
+    whole = llm.generate(PROMPT, HOT)
+    answer = llm.generate(PROMPT, HOT, stream=True)
+    deltas = list(answer)
+    assert "".join(d.text for d in deltas) == whole.text
+    assert tuple(i for d in deltas for i in d.token_ids) == whole.token_ids
+    assert [d.finish_reason for d in deltas] == [None] * (len(deltas) - 1) + ["length"]
+    assert answer.completion.token_ids == whole.token_ids
+
+
+@given(st.integers(0, 2**64 - 1), st.sampled_from([0.3, 1.0, 3.0]), st.integers(1, 30))
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_a_seed_repeats_its_answer(llm: LLM, seed: int, temperature: float, n: int) -> None:
+    params = SamplingParams(temperature=temperature, seed=seed, max_tokens=n, logprobs=2)
+    first, second = llm.generate(PROMPT, params), llm.generate(PROMPT, params)
+    assert first.token_ids == second.token_ids
+    assert first.logprobs == second.logprobs
+
+
+def test_a_random_seed_is_reported_and_repeats(llm: LLM) -> None:
+    params = SamplingParams(temperature=2.0, max_tokens=20)
+    first, other = llm.generate(PROMPT, params), llm.generate(PROMPT, params)
+    assert first.seed is not None
+    assert first.seed != other.seed
+    again = SamplingParams(temperature=2.0, max_tokens=20, seed=first.seed)
+    assert llm.generate(PROMPT, again).token_ids == first.token_ids
+
+
+def test_a_second_turn_equals_a_fresh_start(
+    llm: LLM, tiny_bundle: Path, shared_cache: Path
+) -> None:
+    """What a lane still holds is used again, and changes no bit."""
+    short = SamplingParams(temperature=1.0, seed=3, max_tokens=8, logprobs=3)
+    messages = [{"role": "user", "content": "a"}]
+    first = llm.chat(messages, short)
+    messages += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "b"}]
+    second = llm.chat(messages, short)
+    with LLM(tiny_bundle, cache=shared_cache) as fresh:
+        alone = fresh.chat(messages, short)
+    assert second.timings.prefill_tokens < alone.timings.prefill_tokens
+    assert (second.token_ids, second.logprobs) == (alone.token_ids, alone.logprobs)
+
+
+def test_two_answers_at_once_are_as_if_alone(llm: LLM) -> None:
+    alone = [llm.generate(p, HOT).token_ids for p in (PROMPT, "another line")]
+    answers = [llm.generate(p, HOT, stream=True) for p in (PROMPT, "another line")]
+    for _ in zip(*answers, strict=True):
+        pass
+    assert [a.completion.token_ids for a in answers] == alone
+
+
+def test_a_closed_answer_gives_its_lane_back(llm: LLM) -> None:
+    held = [llm.generate(PROMPT, HOT, stream=True) for _ in range(2)]
+    for answer in held:
+        next(answer)
+    third = llm.generate(PROMPT, HOT, stream=True)
+    with pytest.raises(UsageError, match="all 2 lanes are in use"):
+        next(third)
+    held[0].close()
+    assert len(held[0].completion.token_ids) == 1
+    assert llm.generate(PROMPT, HOT).token_ids[:1] == held[0].completion.token_ids
+    with held[1]:
+        pass
+    assert list(held[1]) == []
+
+
+def test_a_dropped_answer_gives_its_lane_back(llm: LLM) -> None:
+    for _ in range(5):
+        answer: Answer | None = llm.generate(PROMPT, HOT, stream=True)
+        assert answer is not None
+        next(answer)
+        answer = None
+    llm.generate(PROMPT, HOT)
+
+
+def test_scored_equals_generated(llm: LLM) -> None:
+    """The same bits, though a score takes many rows a pass and an answer one."""
+    params = SamplingParams(temperature=1.0, seed=11, max_tokens=30, logprobs=0, ignore_eos=True)
+    prompt = llm.tokenizer.encode(PROMPT)
+    answer = llm.generate(prompt, params)
+    scored = llm.score([*prompt, *answer.token_ids])
+    assert answer.logprobs is not None
+    given_tokens = scored.tokens[len(prompt) - 1 :]
+    assert [t.logprob for t in given_tokens] == [t.logprob for t in answer.logprobs]
+
+
+def test_score_of_a_text(llm: LLM) -> None:
+    score = llm.score(PROMPT)
+    assert len(score.tokens) == len(llm.tokenizer.encode(PROMPT)) - 1
+    assert score.perplexity > 1
+    assert score.to_json()["num_tokens"] == len(score.tokens)
+    with pytest.raises(UsageError, match="at least two"):
+        llm.score("a"[:0])
+
+
+def test_an_end_token_ends_the_answer_and_is_not_text(llm: LLM) -> None:
+    for end in llm.tokenizer.eos_ids:
+        done = llm.generate(PROMPT, SamplingParams(logit_bias={end: 100.0}))
+        assert (done.text, done.finish_reason, done.stop_reason) == ("", "stop", end)
+        assert done.token_ids == (end,)
+    assert len(llm.tokenizer.eos_ids) == 2
+    end = end_with(llm)
+    ignored = SamplingParams(logit_bias={end: 100.0}, ignore_eos=True, max_tokens=5)
+    assert llm.generate(PROMPT, ignored).token_ids == (end,) * 5
+
+
+def test_a_stop_string_cuts_the_text_where_it_stands(llm: LLM) -> None:
+    whole = llm.generate(PROMPT, HOT).text
+    assert len(whole) > 8
+    for stop in (whole[2:4], whole[5:8], whole[:1]):
+        params = SamplingParams(
+            temperature=1.0, seed=7, max_tokens=24, ignore_eos=True, stop=(stop,)
+        )
+        done = llm.generate(PROMPT, params)
+        assert done.text == whole[: whole.index(stop)]
+        assert (done.finish_reason, done.stop_reason) == ("stop", stop)
+
+
+def test_a_full_context_ends_with_length(llm: LLM) -> None:
+    prompt = list(range(20, 120))
+    done = llm.generate(prompt, SamplingParams(max_tokens=500, ignore_eos=True))
+    assert done.finish_reason == "length"
+    assert len(done.token_ids) == llm.capacity - len(prompt)
+    last = llm.generate(list(range(20, 147)), SamplingParams(ignore_eos=True))
+    assert len(last.token_ids) == 1
+
+
+def test_a_prompt_that_does_not_fit_names_both_lengths(llm: LLM) -> None:
+    with pytest.raises(ContextFullError, match=r"has 128 tokens.*holds 128"):
+        llm.generate([5] * 128)
+    with pytest.raises(ContextFullError, match="130 tokens"):
+        llm.score([5] * 130)
+
+
+def test_refusals_of_the_api(llm: LLM, tiny_bundle: Path, tmp_path: Path) -> None:
+    vocab = llm.bundle.manifest.config.vocab_size
+    for bad in (-1, vocab):
+        with pytest.raises(UsageError, match=f"got {bad}, allowed are 0 to {vocab - 1}"):
+            llm.generate([5, bad])
+    with pytest.raises(UsageError, match="at least one token"):
+        llm.generate("")
+    with pytest.raises(UsageError, match="at least one"):
+        llm.chat([])
+    with pytest.raises(UsageError, match="unknown setting 'lane'"):
+        LLM(tiny_bundle, lane=3)
+    for name, value in (("ctx", 0), ("ctx", 10**9), ("lanes", 0), ("threads", -1), ("lanes", True)):
+        with pytest.raises(UsageError, match=name):
+            LLM(tiny_bundle, runtime_config({name: value}))
+    with pytest.raises(BundleError, match="no such bundle"):
+        LLM(tmp_path / "none")
+
+
+def test_default_context_is_the_smaller_of_trained_and_4096(llm: LLM) -> None:
+    assert llm.capacity == llm.bundle.manifest.config.max_position == 128
+    large = ModelConfig("llama", 9, 8, 8, 1, 1, 1, 8, 1e-5, 8192, plain(8, 1e4))
+    assert RuntimeConfig().capacity(large) == 4096
+
+
+def test_models_that_are_not_exact_here_are_refused() -> None:
+    wide = ModelConfig("gemma3", 9, 8, 8, 1, 1, 1, 256, 1e-5, 8192, plain(256, 1e4))
+    x86, arm = Machine("x86_64", 1), Machine("aarch64", 4)
+    with pytest.raises(ExactnessError, match=r"head_dim 256.*--kv int8"):
+        require_exact(wide, "f16", x86)
+    require_exact(wide, "int8", x86)
+    require_exact(wide, "f16", arm)
+
+
+def test_manifest_survives_json(tiny_bundle: Path) -> None:
+    manifest = Bundle.open(tiny_bundle).manifest
+    assert type(manifest).from_json(manifest.to_json(), tiny_bundle) == manifest
