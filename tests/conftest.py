@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,13 @@ from tiny_checkpoints import TINY
 
 from headrace.export import demo_model
 from headrace.export.build import ExportOptions, export
+
+
+def pytest_configure() -> None:
+    # A shell starts background jobs with SIGINT ignored, and that is inherited: programs that the
+    # tests interrupt would not notice.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
