@@ -65,10 +65,16 @@ class CommandLine:
         return Result(code, *self._capture.readouterr())
 
 
-def start(*arguments: str | Path, **options: Any) -> subprocess.Popen[bytes]:
-    """A process of its own, with pipes."""
+@contextlib.contextmanager
+def started(*arguments: str | Path, **options: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """A process of its own with pipes, which does not outlive the block."""
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen([*COMMAND, *map(str, arguments)], **{**pipes, **options})
+    command = [*COMMAND, *map(str, arguments)]
+    with subprocess.Popen(command, **{**pipes, **options}) as child:
+        try:
+            yield child
+        finally:
+            child.kill()
 
 
 def finish(child: subprocess.Popen[bytes]) -> Result:
@@ -93,6 +99,20 @@ class Terminal:
 
     def type(self, text: str) -> None:
         os.write(self._fd, text.encode())
+
+    def interrupt(self) -> None:
+        """Ctrl-C, once the command waits for keys.
+
+        Typed in the moment before Python begins to wait, it would be seen at the next key only.
+        """
+        status = Path(f"/proc/{self._child.pid}/status")
+        switches, since = "", time.monotonic()
+        while time.monotonic() - since < 0.2:
+            now = re.findall("State:.*S|^voluntary.*", status.read_text(), re.MULTILINE)
+            if len(now) < 2 or now[1] != switches:
+                switches, since = now[-1], time.monotonic()
+            time.sleep(0.01)
+        self.type("\x03")
 
     def read_to(self, pattern: str) -> str:
         """All that was printed up to and with the first match of a regular expression."""

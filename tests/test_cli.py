@@ -54,7 +54,7 @@ def test_the_list_of_commands_says_what_their_help_says() -> None:
         assert found.get_short_help_str(200).rstrip(".") == words.rstrip(".")
 
 
-def test_every_parameter_has_a_flag_with_help(command: CommandLine) -> None:
+def test_every_parameter_has_a_flag_with_help() -> None:
     found = cli.get_command(click.Context(cli), "run")
     assert found is not None
     helps = {p.name: str(getattr(p, "help", "")) for p in found.params}

@@ -152,7 +152,8 @@ def _digest(talk: Talk, capacity: int) -> list[Completion]:
     num_tokens = len(talk.llm.tokenizer.encode("".join(log)))
     print(
         f"\nA log of {len(log)} lines has {num_tokens:,} tokens and the context {capacity:,}, so "
-        f"it is read {_PART_LINES} lines at a time: {LOG_QUESTION!r}"
+        f"it is read {_PART_LINES} lines at a time: {LOG_QUESTION!r}\n"
+        "(A model this small is fluent rather than right.)"
     )
     answers = []
     for start in range(0, len(log), _PART_LINES):

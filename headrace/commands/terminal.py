@@ -51,8 +51,6 @@ def print_table(
 ) -> None:
     """`numbers` are the indices of the columns that stand right."""
     table = Table(
-        title=Text(title),
-        title_justify="left",
         box=SIMPLE_HEAD if any(columns) else None,
         show_header=any(columns),
         pad_edge=False,
@@ -66,7 +64,11 @@ def print_table(
         )
     for row in rows:
         table.add_row(*map(Text, row))
-    console(stderr=stderr).print(table)
+    target = console(stderr=stderr)
+    if title:
+        # as a table's own title it would be folded to the table's width
+        target.print(title, soft_wrap=True)
+    target.print(table)
 
 
 def size(nbytes: int) -> str:
