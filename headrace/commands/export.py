@@ -111,7 +111,9 @@ def _one_interrupt() -> Iterator[None]:
         signal.signal(number, signal.SIG_IGN)
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGINT, interrupt)
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.SIG_IGN:  # as a shell's background jobs have it
+        signal.signal(signal.SIGINT, interrupt)
     try:
         yield
     finally:
