@@ -10,6 +10,10 @@
     ├── ContextFullError    a prompt does not fit the context
     ├── ExactnessError      bit-exact decoding cannot be had with this model on this machine
     ├── ModelOutputError    a model returned logits that are not numbers
+    ├── PoolError           a KV block was handed about wrongly: our own mistake, stopped in time
+    │   ├── ForeignBlockError       an id that the pool does not have
+    │   ├── DoubleFreeError         a block was freed that was free already
+    │   └── BlockUnderflowError     a block was freed more often than it was held
     └── StorageError        the disk is full, or a path cannot be written
 
 A message says what was got, what is allowed, and what to do. `assert` is for our own mistakes.
@@ -58,6 +62,22 @@ class ExactnessError(HeadraceError):
 
 class ModelOutputError(HeadraceError):
     """A model returned logits that are not numbers."""
+
+
+class PoolError(HeadraceError):
+    """A KV block was handed about wrongly. That is a bug of ours, stopped before it did harm."""
+
+
+class ForeignBlockError(PoolError):
+    """An id that the pool does not have."""
+
+
+class DoubleFreeError(PoolError):
+    """A block was freed that was free already."""
+
+
+class BlockUnderflowError(PoolError):
+    """A block was freed more often than it was held."""
 
 
 class StorageError(HeadraceError):
