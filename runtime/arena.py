@@ -32,5 +32,7 @@ class Arena:
         shape = (2, config.num_layers, lanes, config.num_kv_heads, slots, config.head_dim)
         dtype = np.dtype(KV_DTYPES[kv])
         num_bytes = int(np.prod(shape)) * dtype.itemsize
-        whole = np.frombuffer(mmap.mmap(-1, num_bytes), dtype).reshape(shape)
+        # Python's default is a shared mapping, which the kernel accounts as a file's pages.
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        whole = np.frombuffer(memory, dtype).reshape(shape)
         return cls(list(whole[0]), list(whole[1]), capacity, slots, num_bytes)

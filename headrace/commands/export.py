@@ -70,7 +70,7 @@ def command(source: str, output: Path, **options: Any) -> None:
     \b
     --kv, the keys and values of the context:
       f16   rounded to half precision
-      int8  half the memory; scales are calibrated at export
+      int8  a quarter of the running memory; scales are calibrated at export
       f32   no rounding, for comparisons
 
     The result is compared with the float model. The export fails if it is too far off, and
