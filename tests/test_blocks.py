@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -33,8 +35,8 @@ from headrace.runtime.blocks import (
 )
 
 OPERATIONS = settings(
-    max_examples=200,
-    stateful_step_count=50,
+    max_examples=120,
+    stateful_step_count=120,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
@@ -255,6 +257,18 @@ def test_the_lowest_free_block_comes_first() -> None:
     assert [pool.allocate() for _ in range(5)] == [3, 256, 600, 999, None]
 
 
+def test_the_tail_of_a_freed_table_is_the_oldest() -> None:
+    pool = BlockPool(4)
+    for block_id in pool.allocate_many(4) or ():
+        pool.index(block_id)
+    pool.free_many([2, 0, 3, 1])
+    order = []
+    while (oldest := pool.oldest_cached()) is not None:
+        order.append(oldest)
+        pool.unindex(oldest)
+    assert order == [1, 3, 0, 2]
+
+
 def test_check_tells_of_a_lost_block() -> None:
     pool = BlockPool(8)
     pool.allocate()
@@ -277,6 +291,16 @@ def test_a_stream_moves_its_tail_without_new_blocks() -> None:
     assert pool.check() == PoolCounts(4, 6, 0)
 
 
+@pytest.fixture
+def restless() -> Iterator[None]:
+    """Threads take turns as often as they can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("restless")
 def test_threads_share_a_pool() -> None:
     """Each thread marks what it holds: a block marked twice would be in two private hands."""
     pool = BlockPool(64)

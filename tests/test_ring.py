@@ -69,10 +69,11 @@ class Lane:
         return row.token
 
 
-def apply(eviction: Eviction, slots: list[Row | None]) -> None:
+def apply(eviction: Eviction, slots: list[Row | None], sinks: int) -> None:
     """Carries an eviction out on a second lane, as a runtime would on arrays."""
     for source, destination in zip(eviction.source, eviction.destination, strict=True):
         slots[destination] = slots[source]
+    slots[:sinks] = [Row(sink, sink + eviction.sink_shift) for sink in range(sinks)]
 
 
 layouts = st.builds(
@@ -103,7 +104,7 @@ def test_the_formulas_are_the_simulation(layout: RingLayout, seed: int, widest: 
         lane.commit(slots[:accepted])
         state, eviction = state.commit(accepted)
         if eviction is not None:
-            apply(eviction, copy)
+            apply(eviction, copy, layout.sinks)
         agree(state, lane, copy)
 
 
@@ -116,7 +117,7 @@ def agree(state: RingState, lane: Lane, copy: list[Row | None]) -> None:
     rows = [lane.slots[slot] for slot in range(state.num_slots)]
     assert [row.token for row in rows if row] == state.slot_tokens().tolist()
     assert [row.position for row in rows if row] == state.slot_positions().tolist()
-    assert [row.token for row in copy[: state.num_slots] if row] == state.slot_tokens().tolist()
+    assert copy[: state.num_slots] == rows
     where = {row.token: slot for slot, row in enumerate(rows) if row}
     gone = range(layout.sinks, layout.sinks + state.num_evicted)
     for token in [*where, *gone[:1], *gone[-1:]]:
