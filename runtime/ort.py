@@ -27,6 +27,7 @@ MAX_WANTED = 32
 _TOTAL_STEP = 64
 """The declared total grows in steps, so that most passes keep the bias of the one before."""
 
+_MAX_BINDINGS = 64
 _MAX_ZEROS = 64
 
 _T = TypeVar("_T", bound=np.generic)
@@ -140,10 +141,12 @@ class OrtBackend:
         """See Backend.forward."""
         num_wanted = sum(len(r.wanted) for r in rows)
         shape, declared = self._shape(rows, num_wanted)
-        binding = self._bindings.get(shape)
+        binding = self._bindings.pop(shape, None)
         if binding is None:
+            if len(self._bindings) >= _MAX_BINDINGS:
+                self._bindings.pop(next(iter(self._bindings)))
             binding = _Binding(self._session, self._config, self.arena, self._logits, shape)
-            self._bindings[shape] = binding
+        self._bindings[shape] = binding  # the most recently used one stands last
         self._fill(binding, shape, rows, declared)
         start = time.perf_counter()
         self._session.run_with_iobinding(binding.io)
