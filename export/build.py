@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -41,7 +42,8 @@ from headrace.models.plantlog import calibration_text, sample_log
 
 __all__ = ["QUANTS", "ExportOptions", "Reporter", "Silent", "export"]
 
-_CALIBRATION_TOKENS = 1024
+_MAX_TOKENS, _MIN_TOKENS = 1024, 16
+"""Of a calibration text."""
 _PARITY_TOKENS = 512
 
 
@@ -137,13 +139,22 @@ class _Export:
 
     def calibration(self) -> Observation | None:
         """The float pass that int8 caches and the int4 search need."""
+        path = self.options.calibrate
         if self.options.kv != "int8" and self.quant != "int4":
+            if path is not None:
+                raise UsageError(
+                    f"calibrate: nothing here goes by a text; {path} would serve --quant int4 and "
+                    "--kv int8 only"
+                )
             return None
-        text = calibration_text()
-        if self.options.calibrate is not None:
-            text = _read_text(self.options.calibrate)
+        ids = self.encode(calibration_text() if path is None else _read_text(path), _MAX_TOKENS)
+        if path is not None and len(ids) < _MIN_TOKENS:
+            raise UsageError(
+                f"calibrate: {path} has {len(ids)} tokens, at least {_MIN_TOKENS} are needed; "
+                "give a text like those in service"
+            )
         self.report.stage("calibrating")
-        return observe(self.checkpoint, self.encode(text, _CALIBRATION_TOKENS))
+        return observe(self.checkpoint, ids)
 
     def matrices(self, seen: Observation | None) -> ReadMatrix:
         """How weight matrices are stored, by the chosen quantisation."""
@@ -239,7 +250,9 @@ def _read_text(path: Path) -> str:
 @contextmanager
 def _whole_or_absent(out: Path) -> Iterator[Path]:
     """A temporary folder beside `out` that becomes `out`, or goes away whatever happens."""
-    draft = out.with_name(f".{out.name}.{os.getpid()}.partial")
+    # Not the process id alone: two containers that share a volume may both be process 1, and the
+    # draft that is removed at the end must be this run's own.
+    draft = out.with_name(f".{out.name}.{os.getpid()}-{secrets.token_hex(4)}.partial")
     new_parents = [folder for folder in draft.parents if not folder.exists()]
     try:
         try:

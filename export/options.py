@@ -17,6 +17,6 @@ class ExportOptions:
     kv: str = "f16"
     name: str | None = None
     calibrate: Path | None = None
-    """A text whose activations weight the int4 search; the built-in text if None."""
+    """A text like those in service, for the int4 search and an int8 cache; None is a built-in one."""
     force: bool = False
     """Keep a bundle that fails its parity check."""

@@ -71,7 +71,7 @@ class Manifest:
     """The model's own sampling settings, by SamplingParams' names."""
     parity: Parity | None
     kv_clipping: dict[str, float] | None = None
-    """int8 cache: share of the calibration text's keys and values that were clipped."""
+    """int8 cache: share of the parity text's keys and values that the calibrated steps clip."""
     files: dict[str, FileRecord] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,13 +78,16 @@ class LLM:
             UsageError: a setting is out of range.
             StorageError: the cache cannot hold the prepared weights.
         """
+        if config is not None and settings:
+            raise UsageError(f"got a config and {', '.join(settings)} as well; put all into one")
         self.config = config or runtime_config(settings)
+        self._closed = False
         self.bundle = Bundle.open(Path(bundle))
         manifest = self.bundle.manifest
         self.capacity = self.config.capacity(manifest.config)
         if self.config.exactness == "exact":
             require_exact(manifest.config, manifest.kv, Machine.here())
-        cache = self.config.cache or cache_dir()
+        cache = Path(self.config.cache or cache_dir())
         verify(self.bundle, cache, say)
         self.tokenizer = load_tokenizer(self.bundle)
         self.prepared = prepare_bundle(self.bundle, cache, self.config.threads, say)
@@ -183,6 +187,10 @@ class LLM:
         Raises as `generate` does, and UsageError where the template refuses the messages or the
         model has none.
         """
+        if isinstance(messages, str) or not all(isinstance(m, Mapping) for m in messages):
+            raise UsageError(
+                f"messages: got {messages!r:.80}, allowed are mappings with role and content"
+            )
         if not messages:
             raise UsageError("messages: got none, a chat needs at least one")
         ids = self.tokenizer.encode_chat(
@@ -197,6 +205,7 @@ class LLM:
             UsageError: fewer than two tokens, or an id outside the vocabulary.
             ContextFullError: the text does not fit.
         """
+        self._require_open()
         ids = self.tokenizer.encode(text) if isinstance(text, str) else self._checked(text)
         if len(ids) < 2:
             raise UsageError(f"text: got {len(ids)} tokens, a score needs at least two")
@@ -210,7 +219,8 @@ class LLM:
         return Score(tuple(tokens))
 
     def close(self) -> None:
-        """Frees session and arena; the object must not be used afterwards."""
+        """Frees session and arena; using the object afterwards is a UsageError."""
+        self._closed = True
         if self._locked is not None:
             self._locked.close()
         self.backend.close()
@@ -229,6 +239,9 @@ class LLM:
     def _answer(
         self, ids: Sequence[int], params: SamplingParams | None, stream: bool
     ) -> Completion | Answer:
+        self._require_open()
+        if not isinstance(params, SamplingParams | None):
+            raise UsageError(f"params: got {params!r}, allowed is a SamplingParams")
         if not ids:
             raise UsageError("prompt: got an empty one, it needs at least one token")
         answer = Answer(self._engine, self.tokenizer, ids, params or SamplingParams())
@@ -236,10 +249,18 @@ class LLM:
 
     def _checked(self, ids: Sequence[int]) -> list[int]:
         vocab = self.bundle.manifest.config.vocab_size
-        for token_id in ids:
+        try:
+            checked = [operator.index(token_id) for token_id in ids]
+        except TypeError as error:
+            raise UsageError(f"got {ids!r:.80}, allowed are a text or whole token ids") from error
+        for token_id in checked:
             if not 0 <= token_id < vocab:
                 raise UsageError(f"token id: got {token_id}, allowed are 0 to {vocab - 1}")
-        return list(ids)
+        return checked
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise UsageError("this LLM is closed; load the bundle again")
 
 
 def runtime_config(settings: Mapping[str, Any]) -> RuntimeConfig:

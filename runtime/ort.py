@@ -116,7 +116,8 @@ class OrtBackend:
         """Allocates the arena; `session` must hold a graph that `iospec` describes."""
         self.arena = Arena.allocate(config, kv, lanes, capacity)
         self.seconds_in_passes = 0.0
-        self._session, self._config = session, config
+        self._session: ort.InferenceSession | None = session
+        self._config = config
         self._machine = machine or Machine.here()
         self._logits = np.zeros((MAX_WANTED, config.vocab_size), np.float32)
         self._bindings: dict[_Shape, _Binding] = {}
@@ -139,6 +140,7 @@ class OrtBackend:
 
     def forward(self, rows: Sequence[LaneRows]) -> F32:
         """See Backend.forward."""
+        assert self._session is not None, "the backend is closed"
         num_wanted = sum(len(r.wanted) for r in rows)
         shape, declared = self._shape(rows, num_wanted)
         binding = self._bindings.pop(shape, None)
@@ -195,9 +197,11 @@ class OrtBackend:
             binding.bind_bias("attention_bias_local", local)
 
     def close(self) -> None:
-        """Drops bindings and session; the arena's memory goes with the last view of it."""
+        """Drops session, bindings and arena; may be called again, `forward` may not."""
+        self._session = None
         self._bindings.clear()
-        del self._session
+        self.arena.keys.clear()
+        self.arena.values.clear()
 
 
 class _Biases:

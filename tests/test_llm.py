@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -185,6 +188,35 @@ def test_refusals_of_the_api(llm: LLM, tiny_bundle: Path, tmp_path: Path) -> Non
             LLM(tiny_bundle, runtime_config({name: value}))
     with pytest.raises(BundleError, match="no such bundle"):
         LLM(tmp_path / "none")
+
+
+def test_misuse_from_python_is_one_line(llm: LLM, tiny_bundle: Path, shared_cache: Path) -> None:
+    wrong: list[tuple[Callable[[Any], object], Any, str]] = [
+        (llm.generate, 123, "whole token ids"),
+        (llm.generate, [1.5, 2], "whole token ids"),
+        (llm.score, ["a", "b"], "whole token ids"),
+        (llm.chat, "a text", "mappings with role and content"),
+        (llm.chat, ["a text"], "mappings with role and content"),
+        (lambda params: llm.generate("a", params), {"seed": 1}, "allowed is a SamplingParams"),
+    ]
+    for call, argument, message in wrong:
+        with pytest.raises(UsageError, match=message):
+            call(argument)
+    with pytest.raises(UsageError, match="as well"):
+        LLM(tiny_bundle, RuntimeConfig(), lanes=3)
+    ids = np.array(llm.tokenizer.encode(PROMPT))
+    assert llm.score(ids.tolist()) == llm.score(ids)  # type: ignore[arg-type]  # not typed, but taken
+
+
+def test_closing_frees_and_can_be_repeated(tiny_bundle: Path, shared_cache: Path) -> None:
+    with LLM(tiny_bundle, cache=shared_cache) as loaded:
+        loaded.generate(PROMPT, HOT)
+        arena = weakref.ref(loaded.backend.arena.keys[0])
+        loaded.close()
+        assert arena() is None
+        for call in (lambda: loaded.generate(PROMPT), lambda: loaded.score(PROMPT)):
+            with pytest.raises(UsageError, match="closed"):
+                call()
 
 
 def test_default_context_is_the_smaller_of_trained_and_4096(llm: LLM) -> None:
