@@ -121,7 +121,10 @@ class OrtBackend:
         self._machine = machine or Machine.here()
         self._logits = np.zeros((MAX_WANTED, config.vocab_size), np.float32)
         self._bindings: dict[_Shape, _Binding] = {}
-        self._biases = _Biases(config.sliding_window)
+        self._biases = _Biases(
+            config.sliding_window if config.has_local_layers else None,
+            lanes * min(MAX_ROWS, self.arena.slots) * self.arena.slots,
+        )
         self._ropes = [RopeTable(config.rope)]
         if config.rope_local is not None:
             self._ropes.append(RopeTable(config.rope_local))
@@ -207,15 +210,20 @@ class OrtBackend:
 class _Biases:
     """Attention biases [lanes, 1, rows, total]; causality itself is the operator's."""
 
-    def __init__(self, window: int | None) -> None:
+    def __init__(self, window: int | None, max_values: int) -> None:
+        """`max_values` is the size of the largest bias."""
         self._window = window
         self._zeros: dict[tuple[int, ...], F32] = {}
+        # One place each for biases that hold something, so that the bindings of many shapes do not
+        # each keep one; pages become resident as they are written.
+        self._branches = np.empty(max_values, np.float32)
+        self._local = np.empty(max_values if window is not None else 0, np.float32)
 
     def full(self, width: int, rows: Sequence[LaneRows], total: int) -> F32:
         shape = (len(rows), 1, width, total)
         if all(r.hidden is None for r in rows):
             return self._zero(shape)
-        bias = np.zeros(shape, np.float32)
+        bias = _cleared(self._branches, shape)
         self._hide_branches(bias, rows)
         return bias
 
@@ -233,7 +241,7 @@ class _Biases:
         own window counts slots, and slots are not in order once a ring has wrapped.
         """
         assert self._window is not None
-        bias = np.zeros((len(rows), 1, width, total), np.float32)
+        bias = _cleared(self._local, (len(rows), 1, width, total))
         for i, r in enumerate(rows):
             slots = np.arange(r.past) if r.slot_positions is None else r.slot_positions
             keys = np.concatenate([slots, r.positions])  # [past + n]
@@ -247,6 +255,13 @@ class _Biases:
         for i, r in enumerate(rows):
             if r.hidden is not None:
                 bias[i, 0, : r.num_rows, r.past : r.past + r.num_rows][r.hidden] = _MASKED
+
+
+def _cleared(place: F32, shape: tuple[int, ...]) -> F32:
+    """The beginning of `place` as zeros of this shape."""
+    view = place[: int(np.prod(shape))].reshape(shape)
+    view[...] = 0
+    return view
 
 
 def _padded(num_rows: int) -> int:

@@ -135,13 +135,9 @@ def test_a_chain_as_the_trunk_of_a_tree(
     )
     logits = runner.forward([tree]).copy()
     assert (logits[:4] == expected[:4]).all()
-    on_its_own = runner.forward([chain(0, np.concatenate([trunk[:1], branch]), start, (1,))])
-    np.testing.assert_allclose(logits[4], on_its_own[0], atol=3.0)
-    assert not (logits[4] == expected[1]).all()
 
 
-def test_unpadded_rows_would_differ() -> None:
-    """The rule exists for a reason: it never declares a single row, and on Arm pads to fours."""
+def test_never_one_row_and_on_arm_multiples_of_four() -> None:
     x86, arm = Machine("x86_64", 1), Machine("aarch64", 4)
     for past in range(40):
         for rows in range(20):

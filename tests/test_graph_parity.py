@@ -16,6 +16,7 @@ from headrace.export.decoder import build_target
 from headrace.export.quantize import F32, QuantMatrix, quantize_int4, quantize_int8
 from headrace.models.manifest import Bundle
 from headrace.models.reference import forward
+from headrace.runtime.batch import LaneRows
 
 TOLERANCE = 1e-3
 
@@ -28,6 +29,35 @@ def test_every_family_as_float32(name: str, tmp_path: Path) -> None:
     for lane, widths in ((0, [32]), (1, [1]), (1, [5, 1, 2])):
         logits = logits_of(runner, ids, widths, lane)
         np.testing.assert_allclose(logits, expected, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "mistral"])
+def test_a_tree_after_slots_in_any_order(name: str, tmp_path: Path) -> None:
+    """Branches, positions that slots do not follow, and local windows by position, against the
+    oracle with the same positions and an explicit mask.
+    """
+    config, weights = read_weights(TINY / name)
+    export(str(TINY / name), tmp_path / "b", ExportOptions(quant="f32", kv="f32"))
+    runner = backend(Bundle.open(tmp_path / "b"), capacity=64)
+    ids = stored(name).input_ids[:26]
+    # sinks, then a ring that has wrapped, then a trunk of three with a branch of two at its root
+    slots = np.concatenate([np.arange(4), np.arange(30, 38), np.arange(20, 29)])
+    tree = np.array([40, 41, 42, 41, 42])
+    positions = np.concatenate([slots, tree])
+    past = len(slots)
+    hidden = np.zeros((5, 5), np.bool_)
+    hidden[3:, 1:3] = True
+    for at in range(0, past, 7):
+        part = slice(at, min(at + 7, past))
+        runner.forward([LaneRows(0, ids[part], slots[part], at, slot_positions=slots[:at])])
+    rows = LaneRows(0, ids[past:], tree, past, tuple(range(5)), slot_positions=slots, hidden=hidden)
+    logits = runner.forward([rows])
+    visible = np.tri(len(ids), dtype=np.bool_)
+    visible[past:, past:] &= ~hidden
+    expected = forward(config, weights, ids, positions=positions, visible=visible)[past:]
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=TOLERANCE)
+    without = forward(config, weights, ids, positions=positions)[past:]
+    assert np.abs(without[3:] - expected[3:]).max() > 10 * TOLERANCE
 
 
 FORMS: dict[str, Callable[[F32], QuantMatrix]] = {"int8": quantize_int8, "int4": quantize_int4}
