@@ -33,8 +33,8 @@ class _End:
 class Answer:
     """An iterator over an answer's pieces; `completion` is the whole, once it has ended.
 
-    Closing it, leaving its `with` block or dropping it ends the request at once; what was
-    generated until then stays in `completion`.
+    Closing it, leaving its `with` block or dropping it ends the request at once; what was given
+    out until then stays in `completion`, text that still waited to be whole does not.
     """
 
     def __init__(

@@ -12,14 +12,14 @@ from typing import Any, Literal, Self, overload
 
 import onnxruntime as ort
 
-from headrace.errors import BundleError, UsageError
+from headrace.errors import BundleError, ContextFullError, UsageError
 from headrace.intact import CheckMemory
 from headrace.models.manifest import TARGET, TOKENIZER, Bundle
 from headrace.paths import cache_dir
 from headrace.runtime import prepare
 from headrace.runtime.answer import Answer
 from headrace.runtime.config import RuntimeConfig
-from headrace.runtime.engine import Engine, require_room
+from headrace.runtime.engine import Engine
 from headrace.runtime.exactness import Machine, require_exact
 from headrace.runtime.ort import OrtBackend
 from headrace.runtime.request import Completion, SamplingParams, TokenLogprob
@@ -209,7 +209,11 @@ class LLM:
         ids = self.tokenizer.encode(text) if isinstance(text, str) else self._checked(text)
         if len(ids) < 2:
             raise UsageError(f"text: got {len(ids)} tokens, a score needs at least two")
-        require_room(len(ids), self.capacity + 1)
+        if len(ids) > self.capacity:
+            raise ContextFullError(
+                f"the text has {len(ids)} tokens and the context holds {self.capacity}; "
+                "score it in parts or raise --ctx"
+            )
         tokens = []
         with self._engine.lane(()) as lane:
             for row, token_id in zip(lane.rows(ids[:-1]), ids[1:], strict=True):
@@ -250,6 +254,8 @@ class LLM:
     def _checked(self, ids: Sequence[int]) -> list[int]:
         vocab = self.bundle.manifest.config.vocab_size
         try:
+            if isinstance(ids, bytes | Mapping) or any(isinstance(i, bool) for i in ids):
+                raise TypeError
             checked = [operator.index(token_id) for token_id in ids]
         except TypeError as error:
             raise UsageError(f"got {ids!r:.80}, allowed are a text or whole token ids") from error

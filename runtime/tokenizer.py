@@ -15,6 +15,7 @@ from headrace.errors import BundleError, TokenizerMismatchError, UsageError
 from headrace.runtime.chat_template import Shield, ShieldedStrings, render
 from headrace.runtime.pieces import Spelling, read_spelling
 
+_RESERVED_ARGS = frozenset({"messages", "add_generation_prompt", "bos_token", "eos_token"})
 _NO_ARGS: Mapping[str, object] = MappingProxyType({})
 
 
@@ -139,6 +140,8 @@ class Tokenizer:
             raise UsageError(
                 "this model has no chat template; give raw prompts (--raw) or --chat-template FILE"
             )
+        for name in _RESERVED_ARGS & template_args.keys():
+            raise UsageError(f"template argument {name!r} is set by the chat itself; leave it out")
         shield = Shield(self._shielded)
         hidden = [
             {key: value if key == "role" else shield.hide(value) for key, value in message.items()}

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from headrace import LLM, SamplingParams
 from headrace.errors import BundleError, ContextFullError, ExactnessError, UsageError
 from headrace.models.config import ModelConfig
-from headrace.models.manifest import Bundle
+from headrace.models.manifest import Bundle, Manifest
 from headrace.models.rope import plain
 from headrace.runtime.answer import Answer
 from headrace.runtime.config import RuntimeConfig
@@ -168,8 +168,9 @@ def test_a_full_context_ends_with_length(llm: LLM) -> None:
 def test_a_prompt_that_does_not_fit_names_both_lengths(llm: LLM) -> None:
     with pytest.raises(ContextFullError, match=r"has 128 tokens.*holds 128"):
         llm.generate([5] * 128)
-    with pytest.raises(ContextFullError, match="130 tokens"):
+    with pytest.raises(ContextFullError, match=r"text has 130 tokens.*holds 128"):
         llm.score([5] * 130)
+    assert len(llm.score([5] * 128).tokens) == 127
 
 
 def test_refusals_of_the_api(llm: LLM, tiny_bundle: Path, tmp_path: Path) -> None:
@@ -194,6 +195,9 @@ def test_misuse_from_python_is_one_line(llm: LLM, tiny_bundle: Path, shared_cach
     wrong: list[tuple[Callable[[Any], object], Any, str]] = [
         (llm.generate, 123, "whole token ids"),
         (llm.generate, [1.5, 2], "whole token ids"),
+        (llm.generate, b"hi", "whole token ids"),
+        (llm.generate, [True], "whole token ids"),
+        (llm.generate, {1: 2}, "whole token ids"),
         (llm.score, ["a", "b"], "whole token ids"),
         (llm.chat, "a text", "mappings with role and content"),
         (llm.chat, ["a text"], "mappings with role and content"),
@@ -202,6 +206,9 @@ def test_misuse_from_python_is_one_line(llm: LLM, tiny_bundle: Path, shared_cach
     for call, argument, message in wrong:
         with pytest.raises(UsageError, match=message):
             call(argument)
+    message = {"role": "user", "content": "a"}
+    with pytest.raises(UsageError, match="'messages' is set by the chat itself"):
+        llm.chat([message], template_args={"messages": 3})
     with pytest.raises(UsageError, match="as well"):
         LLM(tiny_bundle, RuntimeConfig(), lanes=3)
     ids = np.array(llm.tokenizer.encode(PROMPT))
@@ -232,6 +239,17 @@ def test_models_that_are_not_exact_here_are_refused() -> None:
         require_exact(wide, "f16", x86)
     require_exact(wide, "int8", x86)
     require_exact(wide, "f16", arm)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("num_kv_heads", 0), ("max_position", -1), ("vocab_size", "9"), ("num_heads", 7)],
+)
+def test_an_edited_manifest_is_refused(tiny_bundle: Path, field: str, value: object) -> None:
+    data = Bundle.open(tiny_bundle).manifest.to_json()
+    data["target"]["config"][field] = value
+    with pytest.raises(BundleError, match=f"damaged or edited.*{field}"):
+        Manifest.from_json(data, tiny_bundle)
 
 
 def test_manifest_survives_json(tiny_bundle: Path) -> None:
