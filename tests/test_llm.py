@@ -206,9 +206,9 @@ def test_misuse_from_python_is_one_line(llm: LLM, tiny_bundle: Path, shared_cach
     for call, argument, message in wrong:
         with pytest.raises(UsageError, match=message):
             call(argument)
-    message = {"role": "user", "content": "a"}
+    said = {"role": "user", "content": "a"}
     with pytest.raises(UsageError, match="'messages' is set by the chat itself"):
-        llm.chat([message], template_args={"messages": 3})
+        llm.chat([said], template_args={"messages": 3})
     with pytest.raises(UsageError, match="as well"):
         LLM(tiny_bundle, RuntimeConfig(), lanes=3)
     ids = np.array(llm.tokenizer.encode(PROMPT))
