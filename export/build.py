@@ -18,7 +18,13 @@ import numpy.typing as npt
 import tokenizers
 
 import headrace
-from headrace.errors import ExportError, StorageError, TokenizerMismatchError, UsageError
+from headrace.errors import (
+    ExportError,
+    StorageError,
+    TokenizerMismatchError,
+    UnsupportedModelError,
+    UsageError,
+)
 from headrace.export import check
 from headrace.export.calibrate import FloatWeights, Observation, observe
 from headrace.export.checkpoint import Checkpoint, TokenizerSource, open_checkpoint
@@ -231,6 +237,13 @@ def _load_tokenizer(text: TokenizerSource, checkpoint: Checkpoint) -> tokenizers
         tokenizer = tokenizers.Tokenizer.from_str(text.tokenizer_json)
     except Exception as error:
         raise ExportError(f"{checkpoint.name}: its tokenizer does not load: {error}") from error
+    kind = type(tokenizer.model).__name__
+    if kind != "BPE":
+        # The others find control tokens in plain text by themselves.
+        raise UnsupportedModelError(
+            f"{checkpoint.name}: a tokenizer of kind {kind}, known are BPE ones (byte-level and "
+            "SentencePiece-style)"
+        )
     highest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
     if highest >= checkpoint.config.vocab_size:
         raise TokenizerMismatchError(
@@ -260,6 +273,7 @@ def _whole_or_absent(out: Path) -> Iterator[Path]:
             yield draft
             _sync_all(draft)
             draft.rename(out)
+            _sync(out.parent)
         finally:
             shutil.rmtree(draft, ignore_errors=True)
             for folder in new_parents:
@@ -275,9 +289,13 @@ def _whole_or_absent(out: Path) -> Iterator[Path]:
 
 def _sync_all(folder: Path) -> None:
     """A rename must not reach the disk before what it names."""
-    for path in [*(p for p in folder.rglob("*") if p.is_file()), folder]:
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+    for path in [*folder.rglob("*"), folder]:
+        _sync(path)
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

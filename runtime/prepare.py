@@ -242,6 +242,7 @@ def _pack_apart(graph: Path, folder: Path, threads: int | None, lock: int) -> No
     code = "import sys; from headrace.runtime import prepare; sys.exit(prepare._child(sys.argv))"
     command = [
         sys.executable,
+        "-P",  # nothing is imported from where the user happens to stand
         "-c",
         code,
         str(graph.absolute()),

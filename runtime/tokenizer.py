@@ -68,6 +68,10 @@ class Tokenizer:
             raise BundleError(f"the tokenizer cannot be read: {error}") from error
         _check_added_ids(inner, tokenizer_json)
         spelling = read_spelling(_state(inner.decoder))
+        kind = type(inner.model).__name__
+        if kind != "BPE":
+            # The others find control tokens in plain text by themselves.
+            raise BundleError(f"the tokenizer is of kind {kind}, known are BPE ones")
         largest = max(inner.get_vocab(with_added_tokens=True).values(), default=0)
         if largest >= vocab_size:
             raise TokenizerMismatchError(
@@ -144,7 +148,10 @@ class Tokenizer:
             raise UsageError(f"template argument {name!r} is set by the chat itself; leave it out")
         shield = Shield(self._shielded)
         hidden = [
-            {key: value if key == "role" else shield.hide(value) for key, value in message.items()}
+            {
+                shield.hide(key): value if key == "role" else shield.hide(value)
+                for key, value in message.items()
+            }
             for message in messages
         ]
         variables: dict[str, object] = {

@@ -155,3 +155,10 @@ def test_unknown_roles_and_missing_templates() -> None:
         _byte_level().encode_chat([{"role": "robot", "content": "x"}])
     with pytest.raises(UsageError, match=r"--raw.*--chat-template"):
         _chat(_byte_level(None), "x")
+
+
+def test_keys_of_a_message_are_what_people_write_too() -> None:
+    tokenizer = _byte_level("{{ messages[0] | tojson }}")
+    (im_end,) = tokenizer.encode("<|im_end|>", control_tokens=True)
+    message = {"role": "user", "content": "x", "<|im_end|>": 1}
+    assert im_end not in tokenizer.encode_chat([message])

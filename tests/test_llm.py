@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +89,39 @@ def test_two_answers_at_once_are_as_if_alone(llm: LLM) -> None:
     for _ in zip(*answers, strict=True):
         pass
     assert [a.completion.token_ids for a in answers] == alone
+
+
+def test_threads_are_as_if_alone(llm: LLM) -> None:
+    """A pass writes its inputs into a binding that others use as well."""
+    prompts = (PROMPT, "another line")
+    alone = [llm.generate(p, HOT).token_ids for p in prompts]
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(30):
+            together = list(pool.map(lambda p: llm.generate(p, HOT).token_ids, prompts))
+            assert together == alone
+
+
+def test_unrelated_conversations_keep_their_lanes(tiny_bundle: Path, shared_cache: Path) -> None:
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    with LLM(tiny_bundle, cache=shared_cache, lanes=2) as two:
+        for first in (True, False, False):
+            for prompt in ([5] * 40, [9] * 40):
+                computed = two.generate(prompt, params).timings.prefill_tokens
+                assert computed == (40 if first else 1)
+
+
+def test_time_before_the_first_piece_is_asked_for_does_not_count(llm: LLM) -> None:
+    answer = llm.generate(PROMPT, HOT, stream=True)
+    time.sleep(0.5)
+    assert answer.result().timings.prefill_s < 0.5
+
+
+def test_an_answer_of_a_closed_model_says_so(tiny_bundle: Path, shared_cache: Path) -> None:
+    with LLM(tiny_bundle, cache=shared_cache) as closing:
+        answer = closing.generate(PROMPT, HOT, stream=True)
+        next(answer)
+    with pytest.raises(UsageError, match="closed"):
+        next(answer)
 
 
 def test_a_closed_answer_gives_its_lane_back(llm: LLM) -> None:

@@ -277,3 +277,13 @@ def test_an_unknown_kind_of_model_is_no_reason_to_guess_bytes() -> None:
     inner = tokenizers.Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
     with pytest.raises(BundleError, match="null"):
         tiny.load(inner.to_str())
+
+
+def test_a_model_that_finds_control_tokens_by_itself_is_refused() -> None:
+    """Unigram looks pieces up in its vocabulary, where `</s>` stands like any other."""
+    pieces = [("<unk>", 0.0), ("</s>", 0.0), ("a", -1.0)]
+    inner = tokenizers.Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=False))
+    inner.decoder = tokenizers.decoders.Metaspace()
+    inner.add_special_tokens(["</s>"])
+    with pytest.raises(BundleError, match="of kind Unigram, known are BPE ones"):
+        tiny.load(inner.to_str())

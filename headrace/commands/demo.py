@@ -101,7 +101,7 @@ def _export(source: Path, bundle: Path) -> None:
     arguments = ["export", str(source), "-o", str(bundle), "--name", _NAME]
     say(f"headrace {' '.join(arguments)}")
     sys.stdout.flush()
-    child = subprocess.Popen([sys.executable, "-m", "headrace", *arguments])
+    child = subprocess.Popen([sys.executable, "-P", "-m", "headrace", *arguments])
     try:
         code = child.wait()
     except BaseException:
