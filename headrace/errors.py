@@ -9,7 +9,7 @@
     ├── ExportError         an export ran and failed, e.g. a parity gate
     ├── ContextFullError    a prompt does not fit the context
     ├── ExactnessError      bit-exact decoding cannot be had with this model on this machine
-    ├── ModelOutputError    a model returned logits that are not numbers
+    ├── ModelOutputError    a pass failed, or its logits are not numbers
     ├── PoolError           a KV block was handed about wrongly: our own mistake, stopped in time
     │   ├── ForeignBlockError       an id that the pool does not have
     │   ├── DoubleFreeError         a block was freed that was free already
@@ -61,7 +61,7 @@ class ExactnessError(HeadraceError):
 
 
 class ModelOutputError(HeadraceError):
-    """A model returned logits that are not numbers."""
+    """A pass of a model failed, or its logits are not numbers."""
 
 
 class PoolError(HeadraceError):

@@ -1,7 +1,7 @@
 """The target graph's inputs and outputs: the one place that names them.
 
-The exporter builds the graph from this table, the manifest stores nothing of it, the runtime binds
-by it, and `headrace inspect` prints it.
+The exporter declares the graph by this table, the manifest stores nothing of it, the runtime takes
+KV names and types from it, and `headrace inspect` prints it.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ class Manifest:
             "sampling": self.sampling,
             "files": {name: vars(record) for name, record in self.files.items()},
         }
-        return data
+        return {**data, "sha256": _digest(data)}
 
     @classmethod
     def from_json(cls, data: Any, where: Path) -> Manifest:
@@ -105,6 +105,11 @@ class Manifest:
             advice = "update headrace" if newer else "export the model again"
             raise BundleError(
                 f"{where}: bundle version {version!r}, this headrace reads {VERSION}; {advice}"
+            )
+        if data.get("sha256") != _digest(data):
+            raise BundleError(
+                f"{where}: its SHA-256 is not the one it was written with, so it was damaged or "
+                "edited; export or copy the bundle again"
             )
         try:
             target, tokenizer = data["target"], data["tokenizer"]
@@ -130,6 +135,12 @@ class Manifest:
             known = ", ".join(KV_DTYPES)
             raise BundleError(f"{where}: cache type {manifest.kv!r}, known are {known}")
         return manifest
+
+
+def _digest(data: dict[str, Any]) -> str:
+    """Of everything in a manifest but the digest itself."""
+    content = {name: value for name, value in data.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 
+from headrace.errors import ModelOutputError
 from headrace.models.config import ModelConfig
 from headrace.models.iospec import kv_names, present_names
 from headrace.models.rope import RopeTable
@@ -154,7 +155,10 @@ class OrtBackend:
         self._bindings[shape] = binding  # the most recently used one stands last
         self._fill(binding, shape, rows, declared)
         start = time.perf_counter()
-        self._session.run_with_iobinding(binding.io)
+        try:
+            self._session.run_with_iobinding(binding.io)
+        except Exception as error:  # ONNX Runtime's have no other common base
+            raise ModelOutputError(f"ONNX Runtime failed in a pass: {error}") from error
         self.seconds_in_passes += time.perf_counter() - start
         return binding.logits[:num_wanted]
 

@@ -21,7 +21,14 @@ from tiny_checkpoints import TINY
 from tiny_gguf import write_gguf
 
 from headrace.intact import sha256
-from headrace.models.manifest import MANIFEST, TARGET, TARGET_DATA, TOKENIZER
+from headrace.models.manifest import (
+    MANIFEST,
+    TARGET,
+    TARGET_DATA,
+    TOKENIZER,
+    Bundle,
+    FileRecord,
+)
 
 
 @pytest.fixture
@@ -357,12 +364,12 @@ def test_a_cache_that_cannot_be_written(public: Path, tiny_bundle: Path) -> None
     """What it holds can be used, and what it does not hold is an error."""
     shutil.copytree(tiny_bundle, public / "bundle")
     other = shutil.copytree(tiny_bundle, public / "other")
-    manifest = json.loads((other / MANIFEST).read_text())
+    manifest = Bundle.open(other).manifest
     with (other / TARGET_DATA).open("ab") as file:
         file.write(bytes(64))
-    record = manifest["files"][TARGET_DATA]
-    record.update(size=record["size"] + 64, sha256=sha256(other / TARGET_DATA))
-    (other / MANIFEST).write_text(json.dumps(manifest))
+    path = other / TARGET_DATA
+    manifest.files[TARGET_DATA] = FileRecord(path.stat().st_size, sha256(path))
+    (other / MANIFEST).write_text(json.dumps(manifest.to_json()))
     warm: list[str | Path] = ["run", public / "bundle", "pump"]
     assert as_nobody(warm, warm, public / "cache").code == 0
     result = as_nobody(warm, ["run", other, "pump"], public / "cache")

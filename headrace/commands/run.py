@@ -57,7 +57,7 @@ from headrace.runtime.request import SamplingParams
 def command(bundle: Path, prompt: str | None, **flags: Any) -> None:
     r"""Answer a prompt, or chat.
 
-    The answer of the model in BUNDLE streams to stdout, and nothing else does.
+    The answer of the model in BUNDLE streams to stdout; with --logprobs a table follows it there.
 
     Without PROMPT, or with `-`, the prompt is read from stdin; if stdin is a terminal, without
     PROMPT, a chat begins, in which /help lists the commands and Ctrl-C ends an answer.

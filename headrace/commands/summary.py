@@ -27,7 +27,7 @@ def manifest_facts(manifest: Manifest) -> Facts:
         ("name", manifest.name),
         *geometry_facts(manifest.config),
         ("weights", f"{manifest.quant}, from {manifest.source}"),
-        ("cache", manifest.kv + (f"; calibration clipped {clipped}" if clipped else "")),
+        ("cache", manifest.kv + (f"; clipped {clipped}" if clipped else "")),
         (
             "cache per token",
             f"{kv_bytes['pool']:,} bytes in the pool, {kv_bytes['arena']:,} in the arena",
