@@ -2,37 +2,94 @@
 
 from __future__ import annotations
 
-import mmap
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
 from headrace.models.config import ModelConfig
 from headrace.models.iospec import KV_DTYPES, SPARE_SLOTS
+from headrace.runtime.blocks import BLOCK_TOKENS, blocks_for
+from headrace.runtime.pages import resident
+
+KV = npt.NDArray[np.generic]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
+class ArenaShape:
+    """Sizes of an arena, known before it is allocated."""
+
+    config: ModelConfig
+    kv: str
+    """Cache type, a key of `KV_DTYPES`."""
+    lanes: int
+    capacity: int
+    """Tokens a lane can hold."""
+
+    @property
+    def slots(self) -> int:
+        """Slots a lane has, spare ones included."""
+        return blocks_for(self.capacity) * BLOCK_TOKENS + SPARE_SLOTS
+
+    @property
+    def dtype(self) -> np.dtype[np.generic]:
+        return np.dtype(KV_DTYPES[self.kv])
+
+    @property
+    def num_bytes(self) -> int:
+        return self.lanes * self.slots * self.config.kv_values_per_token * self.dtype.itemsize
+
+
 class Arena:
     """KV of `lanes` sequences of at least `capacity` tokens, and each lane's spare slots."""
 
-    keys: list[npt.NDArray[np.generic]]
-    """One per layer, [lanes, kv_heads, slots, head_dim], views of one mapping."""
-    values: list[npt.NDArray[np.generic]]
-    capacity: int
-    """Tokens a lane can hold."""
-    slots: int
-    """Slots a lane has, spare ones included."""
-    num_bytes: int
+    def __init__(self, shape: ArenaShape) -> None:
+        """Allocates it, resident and zeroed. Raises MemoryError."""
+        self.shape = shape
+        config = shape.config
+        layered = (config.num_layers, shape.lanes, config.num_kv_heads, shape.slots)
+        memory = resident(shape.num_bytes).view(shape.dtype)
+        self._whole: KV | None = memory.reshape(2, *layered, config.head_dim)
 
-    @classmethod
-    def allocate(cls, config: ModelConfig, kv: str, lanes: int, capacity: int) -> Arena:
-        """Maps page-aligned zeroed memory; pages become resident as slots are written."""
-        slots = -(-capacity // 16) * 16 + SPARE_SLOTS
-        shape = (2, config.num_layers, lanes, config.num_kv_heads, slots, config.head_dim)
-        dtype = np.dtype(KV_DTYPES[kv])
-        num_bytes = int(np.prod(shape)) * dtype.itemsize
-        # Python's default is a shared mapping, which the kernel accounts as a file's pages.
-        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        whole = np.frombuffer(memory, dtype).reshape(shape)
-        return cls(list(whole[0]), list(whole[1]), capacity, slots, num_bytes)
+    @property
+    def capacity(self) -> int:
+        return self.shape.capacity
+
+    @property
+    def slots(self) -> int:
+        return self.shape.slots
+
+    @property
+    def num_bytes(self) -> int:
+        return self.shape.num_bytes
+
+    @property
+    def whole(self) -> KV:
+        """[2, layers, lanes, kv_heads, slots, head_dim], keys first."""
+        assert self._whole is not None, "the arena is closed"
+        return self._whole
+
+    @cached_property
+    def keys(self) -> list[KV]:
+        """One per layer, [lanes, kv_heads, slots, head_dim], views of one mapping."""
+        return list(self.whole[0])
+
+    @cached_property
+    def values(self) -> list[KV]:
+        return list(self.whole[1])
+
+    def rows(self, lane: int, start: int, num_rows: int) -> KV:
+        """[2, layers, kv_heads, num_rows, head_dim] of one lane, a view."""
+        return self.whole[:, :, lane, :, start : start + num_rows]
+
+    def move(self, lane: int, source: range, destination: range) -> None:
+        """Copies slots of a lane to others, as many, that do not overlap."""
+        target = self.rows(lane, destination.start, len(destination))
+        target[...] = self.rows(lane, source.start, len(source))
+
+    def close(self) -> None:
+        """Drops the memory; nothing may use it afterwards."""
+        self.keys.clear()
+        self.values.clear()
+        self._whole = None

@@ -8,10 +8,12 @@ from typing import Literal
 
 from headrace.errors import UsageError
 from headrace.models.config import ModelConfig
+from headrace.runtime.blocks import blocks_for
 
 DEFAULT_CTX = 4096
 MIN_CTX = 16
 MAX_LANES = 64
+MAX_POOL = 2**31
 MAX_THREADS = 256
 
 Exactness = Literal["exact", "tree"]
@@ -23,8 +25,10 @@ class RuntimeConfig:
 
     ctx: int | None = None
     """Tokens a sequence can hold; unless set, the smaller of the trained context and 4,096."""
-    lanes: int = 1
-    """Sequences that can be in the arena at once."""
+    lanes: int = 4
+    """Sequences that can be in the arena at once; others wait their turn."""
+    pool: int | None = None
+    """Tokens that the pool of keys and values holds; unless set, as many as all lanes together."""
     threads: int | None = None
     """Threads of a pass; unless set, one a physical core (ONNX Runtime's choice)."""
     exactness: Exactness = "exact"
@@ -36,6 +40,8 @@ class RuntimeConfig:
 
     def __post_init__(self) -> None:
         _check("lanes", self.lanes, 1, MAX_LANES)
+        if self.pool is not None:
+            _check("pool", self.pool, MIN_CTX, MAX_POOL)
         if self.threads is not None:
             _check("threads", self.threads, 1, MAX_THREADS)
         if self.exactness not in ("exact", "tree"):
@@ -47,6 +53,10 @@ class RuntimeConfig:
             return min(config.max_position, DEFAULT_CTX)
         _check("ctx", self.ctx, MIN_CTX, config.max_position, " (the model's trained context)")
         return self.ctx
+
+    def pool_blocks(self, config: ModelConfig) -> int:
+        """Blocks of the pool: whole ones that hold at least the tokens asked for."""
+        return blocks_for(self.pool or self.lanes * self.capacity(config))
 
 
 def _check(name: str, value: object, low: int, high: int, note: str = "") -> None:

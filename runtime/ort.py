@@ -15,7 +15,7 @@ from headrace.errors import ModelOutputError
 from headrace.models.config import ModelConfig
 from headrace.models.iospec import kv_names, present_names
 from headrace.models.rope import RopeTable
-from headrace.runtime.arena import Arena
+from headrace.runtime.arena import Arena, ArenaShape
 from headrace.runtime.backend import BackendFacts
 from headrace.runtime.batch import F32, LaneRows
 from headrace.runtime.exactness import Machine, declared_rows, is_exact
@@ -115,7 +115,7 @@ class OrtBackend:
         machine: Machine | None = None,
     ) -> None:
         """Allocates the arena; `session` must hold a graph that `iospec` describes."""
-        self.arena = Arena.allocate(config, kv, lanes, capacity)
+        self.arena = Arena(ArenaShape(config, kv, lanes, capacity))
         self.seconds_in_passes = 0.0
         self._session: ort.InferenceSession | None = session
         self._config = config
@@ -207,8 +207,7 @@ class OrtBackend:
         """Drops session, bindings and arena; may be called again, `forward` may not."""
         self._session = None
         self._bindings.clear()
-        self.arena.keys.clear()
-        self.arena.values.clear()
+        self.arena.close()
 
 
 class _Biases:
