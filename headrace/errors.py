@@ -8,6 +8,7 @@
     │   └── TokenizerMismatchError  tokenizer and model disagree
     ├── ExportError         an export ran and failed, e.g. a parity gate
     ├── ContextFullError    a prompt does not fit the context
+    ├── PoolFullError       a request's keys and values can never fit the pool as it is used
     ├── ExactnessError      bit-exact decoding cannot be had with this model on this machine
     ├── ModelOutputError    a pass failed, or its logits are not numbers
     ├── PoolError           a KV block was handed about wrongly: our own mistake, stopped in time
@@ -54,6 +55,10 @@ class ExportError(HeadraceError):
 
 class ContextFullError(HeadraceError):
     """A prompt does not fit the context."""
+
+
+class PoolFullError(HeadraceError):
+    """Keys and values of a request can never fit the pool, beside what is kept in it for good."""
 
 
 class ExactnessError(HeadraceError):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from headrace.runtime.engine import Engine, generate, require_room
+from headrace.runtime.engine import Engine
 from headrace.runtime.request import (
     Alternative,
     Completion,
@@ -21,6 +22,7 @@ from headrace.runtime.request import (
 )
 from headrace.runtime.router import StopRouter
 from headrace.runtime.sampling import Choice, Sampler
+from headrace.runtime.sequence import Sequence
 from headrace.runtime.tokenizer import Tokenizer
 
 
@@ -41,13 +43,20 @@ class Answer:
         self,
         engine: Engine,
         tokenizer: Tokenizer,
-        prompt_ids: Sequence[int],
+        sequence: Sequence,
         params: SamplingParams,
+        *,
+        owner: object = None,
     ) -> None:
-        """Raises ContextFullError for a prompt that does not fit, UsageError for a logit bias
+        """Continues `sequence`, which has something to compute. Raises UsageError for a logit bias
         outside the vocabulary. Nothing is computed before the first piece is asked for.
+
+        Args:
+            owner: whose sequence it is, and kept alive as long as this; without one, the sequence
+                is closed when the answer ends.
         """
-        self._request = _Request(engine, tokenizer, prompt_ids, params.seeded())
+        self._owner = owner
+        self._request = _Request(engine, tokenizer, sequence, params.seeded(), owner is None)
         # The generator must not refer to this object: a cycle would keep the lane of a dropped
         # answer until the garbage collector comes by.
         self._deltas = self._request.run()
@@ -70,8 +79,14 @@ class Answer:
         self.close()
 
     def close(self) -> None:
-        """Ends the request and frees its lane; the completion holds what was generated."""
+        """Ends the request and frees its blocks, unless they are a session's; the completion holds
+        what was generated.
+        """
         self._deltas.close()
+
+    @property
+    def has_ended(self) -> bool:
+        return inspect.getgeneratorstate(self._deltas) == inspect.GEN_CLOSED
 
     @property
     def completion(self) -> Completion:
@@ -92,14 +107,15 @@ class _Request:
         self,
         engine: Engine,
         tokenizer: Tokenizer,
-        prompt_ids: Sequence[int],
+        sequence: Sequence,
         params: SamplingParams,
+        is_ours: bool,
     ) -> None:
-        facts = engine.backend.facts
-        require_room(len(prompt_ids), facts.capacity)
         self._params = params
-        self._engine, self._tokenizer, self._prompt_ids = engine, tokenizer, prompt_ids
-        self._sampler = Sampler(self._params, prompt_ids, facts.vocab_size)
+        self._engine, self._tokenizer, self._sequence = engine, tokenizer, sequence
+        self._is_ours = is_ours
+        self._prompt_len = sequence.length
+        self._sampler = Sampler(self._params, sequence.tokens(), engine.facts.vocab_size)
         self._text: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprob] = []
@@ -114,7 +130,7 @@ class _Request:
             token_ids=tuple(self._token_ids),
             finish_reason=end.finish,
             stop_reason=end.reason,
-            usage=Usage(len(self._prompt_ids), len(self._token_ids)),
+            usage=Usage(self._prompt_len, len(self._token_ids)),
             timings=Timings(
                 prefill_tokens=self._prefilled,
                 prefill_s=self._prefilled_at - self._started,
@@ -129,24 +145,41 @@ class _Request:
     def run(self) -> Generator[Delta]:
         # Not when the answer was made: time before the first piece is asked for is the caller's.
         self._started = self._prefilled_at = self._first_at = self._last_at = time.perf_counter()
+        try:
+            with self._engine.request(self._sequence, self._params.max_tokens):
+                yield from self._deltas()
+        finally:
+            if self._is_ours:
+                self._engine.close_sequence(self._sequence)
+
+    def _deltas(self) -> Iterator[Delta]:
         detokenizer = self._tokenizer.detokenizer()
         router = StopRouter(self._params.stop)
-        capacity = self._engine.backend.facts.capacity
-        with self._engine.lane(self._prompt_ids) as lane:
-            row, self._prefilled = lane.prefill(self._prompt_ids)
-            self._prefilled_at = time.perf_counter()
-            choices = generate(lane, row, len(self._prompt_ids), self._sampler, capacity)
-            for choice in choices:
-                self._note(choice)
-                self._end = self._end_by_token(choice.token_id, capacity)
-                text = router.push(detokenizer.push(choice.token_id))
-                if self._end is not None:
-                    text += router.push(detokenizer.finish()) + router.finish()
-                if router.stopped is not None:
-                    self._end = _End("stop", router.stopped)
-                yield self._delta(text, choice)
-                if self._end is not None:
-                    return
+        for choice in self._choices():
+            self._end = self._end_by_token(choice.token_id)
+            text = router.push(detokenizer.push(choice.token_id))
+            if self._end is not None:
+                text += router.push(detokenizer.finish()) + router.finish()
+            if router.stopped is not None:
+                self._end = _End("stop", router.stopped)
+            yield self._delta(text, choice)
+            if self._end is not None:
+                return
+
+    def _choices(self) -> Iterator[Choice]:
+        """Tokens without end. Each is in the sequence when it is given out, and not yet computed."""
+        sequence, counts = self._sequence, self._sampler.counts()
+        before = sequence.num_computed
+        while True:
+            row = sequence.advance()
+            if not self._token_ids:
+                self._prefilled = sequence.num_computed - before
+                self._prefilled_at = time.perf_counter()
+            choice = self._sampler.choose(row, sequence.length, counts)
+            counts.push(choice.token_id)
+            sequence.append((choice.token_id,))
+            self._note(choice)
+            yield choice
 
     def _note(self, choice: Choice) -> None:
         self._last_at = time.perf_counter()
@@ -154,11 +187,10 @@ class _Request:
             self._first_at = self._last_at
         self._token_ids.append(choice.token_id)
 
-    def _end_by_token(self, token_id: int, capacity: int) -> _End | None:
+    def _end_by_token(self, token_id: int) -> _End | None:
         if token_id in self._tokenizer.eos_ids and not self._params.ignore_eos:
             return _End("stop", token_id)
-        total = len(self._prompt_ids) + len(self._token_ids)
-        if len(self._token_ids) >= self._params.max_tokens or total >= capacity:
+        if len(self._token_ids) >= self._params.max_tokens or self._sequence.is_full:
             return _End("length")
         return None
 

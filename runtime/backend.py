@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from headrace.runtime.arena import Arena
 from headrace.runtime.batch import F32, LaneRows
 
 
@@ -30,6 +31,11 @@ class Backend(Protocol):
 
     @property
     def facts(self) -> BackendFacts: ...
+
+    @property
+    def arena(self) -> Arena:
+        """Where its lanes' keys and values are."""
+        ...
 
     @property
     def seconds_in_passes(self) -> float:

@@ -6,6 +6,7 @@ import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, overload
@@ -18,12 +19,16 @@ from headrace.models.manifest import TARGET, TOKENIZER, Bundle
 from headrace.paths import cache_dir
 from headrace.runtime import prepare
 from headrace.runtime.answer import Answer
+from headrace.runtime.blocks import BLOCK_TOKENS, blocks_for
 from headrace.runtime.config import RuntimeConfig
 from headrace.runtime.engine import Engine
 from headrace.runtime.exactness import Machine, require_exact
 from headrace.runtime.ort import OrtBackend
+from headrace.runtime.prefix import Root
 from headrace.runtime.request import Completion, SamplingParams, TokenLogprob
+from headrace.runtime.ring import DEFAULT_SINKS, DEFAULT_UNIT, RingLayout
 from headrace.runtime.sampling import log_normalizer
+from headrace.runtime.session import Session
 from headrace.runtime.tokenizer import Tokenizer
 
 Say = Callable[[str], None]
@@ -100,7 +105,9 @@ class LLM:
             lanes=self.config.lanes,
             capacity=self.capacity,
         )
-        self._engine = Engine(self.backend)
+        root = Root(manifest.kv, self.config.exactness, self.bundle.target_identity())
+        num_blocks = self.config.pool_blocks(manifest.config)
+        self.engine = Engine(self.backend, manifest.config, manifest.kv, num_blocks, root)
 
     @property
     def sampling_defaults(self) -> Mapping[str, float]:
@@ -141,11 +148,7 @@ class LLM:
             UsageError: the prompt is empty, an id is outside the vocabulary, all lanes are busy.
             ContextFullError: the prompt does not fit.
         """
-        if isinstance(prompt, str):
-            ids = self.tokenizer.encode(prompt) if prompt else []
-        else:
-            ids = self._checked(prompt)
-        return self._answer(ids, params, stream)
+        return self._answer(self.encode(prompt), params, stream)
 
     @overload
     def chat(
@@ -206,7 +209,7 @@ class LLM:
             ContextFullError: the text does not fit.
         """
         self._require_open()
-        ids = self.tokenizer.encode(text) if isinstance(text, str) else self._checked(text)
+        ids = self.encode(text)
         if len(ids) < 2:
             raise UsageError(f"text: got {len(ids)} tokens, a score needs at least two")
         if len(ids) > self.capacity:
@@ -215,19 +218,111 @@ class LLM:
                 "score it in parts or raise --ctx"
             )
         tokens = []
-        with self._engine.lane(()) as lane:
-            for row, token_id in zip(lane.rows(ids[:-1]), ids[1:], strict=True):
-                logprob = float(row[token_id]) - log_normalizer(row)
-                name = self.tokenizer.decode([token_id], skip_control=False, continuation=True)
-                tokens.append(TokenLogprob(token_id, name, logprob))
+        sequence = self.engine.sequence()
+        sequence.append(ids[:-1])
+        try:
+            with self.engine.request(sequence, 0):
+                for row, token_id in zip(sequence.rows(), ids[1:], strict=True):
+                    logprob = float(row[token_id]) - log_normalizer(row)
+                    name = self.tokenizer.decode([token_id], skip_control=False, continuation=True)
+                    tokens.append(TokenLogprob(token_id, name, logprob))
+        finally:
+            self.engine.close_sequence(sequence)
         return Score(tuple(tokens))
+
+    def session(
+        self,
+        mode: Literal["full", "stream"] = "full",
+        *,
+        sinks: int | None = None,
+        window: int | None = None,
+        unit: int | None = None,
+        system: str | Sequence[int] = "",
+    ) -> Session:
+        """A context that goes on: fed, forked, generated in.
+
+        Args:
+            mode: `full` keeps every token and ends when the context is full; `stream` never ends
+                and keeps `sinks` first and at least `window` last tokens (docs/design.md, "Streams").
+            sinks: a stream's first tokens that stay; by default those of `system`, at least 64.
+            window: a stream's last tokens; by default what the context leaves room for.
+            unit: tokens that a stream evicts at once, 64 by default.
+            system: a beginning that is fed at once and that a stream never evicts.
+
+        Raises:
+            UsageError: a size is out of range; the message says which rule it breaks.
+            PoolFullError: the pool has no room for the stream.
+        """
+        self._require_open()
+        ids = self.encode(system)
+        if mode == "stream":
+            sequence = self.engine.stream(self._layout(sinks, window, unit, len(ids)))
+        elif mode == "full":
+            for name, size in (("sinks", sinks), ("window", window), ("unit", unit)):
+                if size is not None:
+                    raise UsageError(f"{name}: only a stream has one; use mode='stream'")
+            sequence = self.engine.sequence()
+        else:
+            raise UsageError(f"mode: got {mode!r}, allowed are 'full' and 'stream'")
+        session = Session(self, sequence)
+        if ids:
+            session.feed(ids)
+        return session
+
+    def _layout(
+        self, sinks: int | None, window: int | None, unit: int | None, system_len: int
+    ) -> RingLayout:
+        config = self.bundle.manifest.config
+        if sinks is None:
+            sinks = max(DEFAULT_SINKS, blocks_for(system_len) * BLOCK_TOKENS)
+        if unit is None:
+            unit = DEFAULT_UNIT
+        if window is None:
+            window = max(unit, (self.capacity - sinks - unit) // max(1, unit) * unit)
+        layout = RingLayout(sinks, window, unit)
+        local = config.sliding_window if config.has_local_layers else None
+        layout.require_fit(config.max_position, local, system_len)
+        return layout
+
+    def pin(self, text: str | Sequence[int]) -> int:
+        """Computes a beginning that prompts share, and keeps it until `unpin`.
+
+        Whole blocks of 16 tokens are kept. Returns the tokens kept; raises ContextFullError,
+        PoolFullError.
+        """
+        self._require_open()
+        ids = self.encode(text)
+        if not ids:
+            raise UsageError("text: got an empty one, there is nothing to pin")
+        return self.engine.pin(ids)
+
+    def unpin(self, text: str | Sequence[int]) -> None:
+        """Takes `pin` of the same text back. Raises UsageError if it is not pinned."""
+        self._require_open()
+        self.engine.unpin(self.encode(text))
+
+    def pin_system(self, system: str, **chat: Any) -> int:
+        """Pins what all chats with this system message begin with, as `chat` would render it.
+
+        Args:
+            chat: `template` and `template_args`, as `chat` takes them.
+        """
+        self._require_open()
+        a, b = (
+            self.tokenizer.encode_chat(
+                [{"role": "system", "content": system}, {"role": "user", "content": user}], **chat
+            )
+            for user in ("a", "0")
+        )
+        shared = takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))
+        return self.pin([token_id for token_id, _ in shared])
 
     def close(self) -> None:
         """Frees session and arena; using the object afterwards is a UsageError."""
         self._closed = True
         if self._locked is not None:
             self._locked.close()
-        self._engine.close()
+        self.engine.close()
 
     def __enter__(self) -> Self:
         return self
@@ -244,12 +339,29 @@ class LLM:
         self, ids: Sequence[int], params: SamplingParams | None, stream: bool
     ) -> Completion | Answer:
         self._require_open()
-        if not isinstance(params, SamplingParams | None):
-            raise UsageError(f"params: got {params!r}, allowed is a SamplingParams")
+        params = self.checked_params(params)
         if not ids:
             raise UsageError("prompt: got an empty one, it needs at least one token")
-        answer = Answer(self._engine, self.tokenizer, ids, params or SamplingParams())
+        sequence = self.engine.sequence()
+        sequence.require_room(len(ids))
+        sequence.append(ids)
+        answer = Answer(self.engine, self.tokenizer, sequence, params)
         return answer if stream else answer.result()
+
+    def checked_params(self, params: SamplingParams | None) -> SamplingParams:
+        """`params` or the defaults; raises UsageError for something else."""
+        if not isinstance(params, SamplingParams | None):
+            raise UsageError(f"params: got {params!r}, allowed is a SamplingParams")
+        return params or SamplingParams()
+
+    def encode(self, prompt: str | Sequence[int], *, is_first: bool = True) -> list[int]:
+        """Token ids of a text, or checked ones. Raises UsageError.
+
+        The model's start token, if it wants one, comes before a text that is the first.
+        """
+        if not isinstance(prompt, str):
+            return self._checked(prompt)
+        return self.tokenizer.encode(prompt, bos=None if is_first else False) if prompt else []
 
     def _checked(self, ids: Sequence[int]) -> list[int]:
         vocab = self.bundle.manifest.config.vocab_size

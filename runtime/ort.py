@@ -19,6 +19,7 @@ from headrace.runtime.arena import Arena, ArenaShape
 from headrace.runtime.backend import BackendFacts
 from headrace.runtime.batch import F32, LaneRows
 from headrace.runtime.exactness import Machine, declared_rows, is_exact
+from headrace.runtime.pages import untouched
 
 MAX_ROWS = 256
 """Rows of a prefill chunk: more no longer raise the throughput, and stall others for longer."""
@@ -217,8 +218,9 @@ class _Biases:
         """`max_values` is the size of the largest bias."""
         self._window = window
         self._zeros: dict[tuple[int, ...], F32] = {}
-        # One place each for biases that hold something, so that the bindings of many shapes do not
-        # each keep one; pages become resident as they are written.
+        # One place each for biases of zeros and for those that hold something, so that the bindings
+        # of many shapes do not each keep one; pages become resident as they are written.
+        self._nothing = untouched(max_values * 4).view(np.float32)
         self._branches = np.empty(max_values, np.float32)
         self._local = np.empty(max_values if window is not None else 0, np.float32)
 
@@ -231,12 +233,13 @@ class _Biases:
         return bias
 
     def _zero(self, shape: tuple[int, ...]) -> F32:
-        """The same array for the same shape. Never written, so large ones stay unmapped pages."""
+        """The same array for the same shape, a view of what is never written."""
         zeros = self._zeros.get(shape)
         if zeros is None:
             if len(self._zeros) >= _MAX_ZEROS:
                 self._zeros.pop(next(iter(self._zeros)))
-            zeros = self._zeros[shape] = np.zeros(shape, np.float32)
+            zeros = self._nothing[: int(np.prod(shape))].reshape(shape)
+            self._zeros[shape] = zeros
         return zeros
 
     def local(self, width: int, rows: Sequence[LaneRows], total: int) -> F32:

@@ -23,6 +23,7 @@ from headrace.runtime.blocks import BLOCK_TOKENS, blocks_for
 
 I64 = npt.NDArray[np.int64]
 
+DEFAULT_SINKS = 64
 DEFAULT_UNIT = 64
 
 

@@ -1,0 +1,147 @@
+"""Session: one conversation or stream that goes on, and can be forked while it does."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Ids
+from contextlib import contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal, Self, overload
+
+from headrace.errors import UsageError
+from headrace.runtime.answer import Answer
+from headrace.runtime.request import Completion, SamplingParams
+from headrace.runtime.sequence import Sequence
+
+if TYPE_CHECKING:
+    from headrace.runtime.llm import LLM
+
+Prompt = str | Ids[int]
+
+
+class Session:
+    """A context that texts are fed to and answers are generated in; both become part of it.
+
+    `LLM.session` makes one. Use it as a context manager, or close it; one that is dropped is closed
+    at the model's next use. One thread at a time may feed it or generate; forks may be made by any.
+    """
+
+    def __init__(self, llm: LLM, sequence: Sequence) -> None:
+        self._llm = llm
+        self._sequence = sequence
+        self._busy = threading.Lock()
+        self._answer: Callable[[], Answer | None] = lambda: None
+        """The last answer, if anybody still has it."""
+        self._drop = weakref.finalize(self, llm.engine.abandon, sequence)
+
+    @property
+    def mode(self) -> Literal["full", "stream"]:
+        return "stream" if self._sequence.is_stream else "full"
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far, those that a stream has evicted among them."""
+        return self._sequence.length
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks it holds now, shared ones among them."""
+        return self._sequence.table.num_blocks
+
+    def feed(self, text: Prompt) -> None:
+        """Appends a text (or token ids) and computes it, but for the last token.
+
+        Control tokens written out in a text stay text. Raises ContextFullError, before anything
+        is changed, when a full session's context cannot hold it; UsageError, PoolFullError.
+        """
+        with self._alone():
+            self._append(text)
+            with self._llm.engine.request(self._sequence, 0):
+                self._sequence.compute(leave=1)
+
+    @overload
+    def generate(
+        self,
+        prompt: Prompt = "",
+        params: SamplingParams | None = None,
+        *,
+        stream: Literal[False] = False,
+    ) -> Completion: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: Prompt = "",
+        params: SamplingParams | None = None,
+        *,
+        stream: Literal[True],
+    ) -> Answer: ...
+
+    def generate(
+        self,
+        prompt: Prompt = "",
+        params: SamplingParams | None = None,
+        *,
+        stream: bool = False,
+    ) -> Completion | Answer:
+        """Appends `prompt` and continues; every token that is given out becomes context.
+
+        An answer that is closed early leaves the session with what it gave out. Raises as `feed`
+        does, and UsageError when there is nothing to continue.
+        """
+        with self._alone():
+            params = self._llm.checked_params(params)
+            if len(prompt) or not self.num_tokens:
+                self._append(prompt)
+            answer = Answer(
+                self._llm.engine, self._llm.tokenizer, self._sequence, params, owner=self
+            )
+            if not stream:
+                return answer.result()
+            self._answer = weakref.ref(answer)
+            return answer
+
+    def fork(self) -> Session:
+        """A session that is what this one is now. Blocks are shared until one of them changes.
+
+        May be called while this one computes, from any thread: it waits for the pass in progress.
+        Raises PoolFullError for a fork of a stream that the pool has no room for.
+        """
+        return Session(self._llm, self._llm.engine.fork(self._sequence))
+
+    def close(self) -> None:
+        """Gives its blocks back; may be called again. Its answers can go on no longer."""
+        self._drop.detach()
+        self._llm.engine.close_sequence(self._sequence)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _append(self, prompt: Prompt) -> None:
+        ids = self._llm.encode(prompt, is_first=not self.num_tokens)
+        if not ids:
+            raise UsageError("prompt: got an empty one, it needs at least one token")
+        self._sequence.require_room(len(ids))
+        self._sequence.append(ids)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        answer = self._answer()
+        if answer is not None and not answer.has_ended:
+            raise UsageError("this session is answering; finish or close that answer first")
+        if not self._busy.acquire(blocking=False):
+            raise UsageError("another thread uses this session; give each thread a fork of its own")
+        try:
+            yield
+        finally:
+            self._busy.release()
