@@ -301,16 +301,24 @@ class LLM:
         self._require_open()
         self.engine.unpin(self.encode(text))
 
-    def pin_system(self, system: str, **chat: Any) -> int:
-        """Pins what all chats with this system message begin with, as `chat` would render it.
+    def pin_system(
+        self,
+        system: str | None,
+        *,
+        template: str | None = None,
+        template_args: Mapping[str, object] | None = None,
+    ) -> int:
+        """Pins what all chats with this system message (or without one) begin with.
 
-        Args:
-            chat: `template` and `template_args`, as `chat` takes them.
+        Arguments as `chat` takes them. Returns the tokens kept; raises as `pin` and `chat` do.
         """
         self._require_open()
+        before = [] if system is None else [{"role": "system", "content": system}]
         a, b = (
             self.tokenizer.encode_chat(
-                [{"role": "system", "content": system}, {"role": "user", "content": user}], **chat
+                [*before, {"role": "user", "content": user}],
+                template=template,
+                template_args=template_args or {},
             )
             for user in ("a", "0")
         )

@@ -10,6 +10,7 @@ from headrace.commands.terminal import print_facts, print_table, size
 from headrace.runtime import memory
 from headrace.runtime.answer import Answer
 from headrace.runtime.backend import Backend
+from headrace.runtime.engine import KvStats
 from headrace.runtime.request import Completion, TokenLogprob
 
 
@@ -40,8 +41,8 @@ def run_measured(answer: Answer, backend: Backend, write: Callable[[str], None])
     return Measured(answer.completion, backend.seconds_in_passes - at_first_token)
 
 
-def print_stats(measured: Measured) -> None:
-    """On stderr."""
+def print_stats(measured: Measured, kv: KvStats) -> None:
+    """On stderr. `kv` is the engine's, after the answer."""
     completion, now = measured.completion, memory.usage()
     timings, host_s = completion.timings, measured.host_s_per_token
     known = completion.usage.prompt_tokens - timings.prefill_tokens
@@ -54,11 +55,30 @@ def print_stats(measured: Measured) -> None:
         ("decode", f"{timings.decode_tokens_per_s:,.1f} tokens/s"),
         ("host time per step", "no step" if host_s is None else f"{host_s * 1000:.2f} ms"),
         ("seed", str(completion.seed)),
+        *kv_facts(kv),
         ("memory, anonymous", size(now.rss_anon)),
         ("memory, file pages", size(now.rss_file)),
         ("memory, peak", size(now.vm_hwm)),
     ]
     print_facts("", facts, stderr=True)
+
+
+def kv_facts(kv: KvStats) -> list[tuple[str, str]]:
+    """The pool's state, and what was decided about it if anything was."""
+    blocks, prefix = kv.blocks, kv.prefix
+    decisions = {
+        "waited for blocks": kv.waited_requests,
+        "refused": kv.refused_requests,
+        "sessions dropped": kv.dropped_sequences,
+        "cached blocks evicted": prefix.evicted_blocks,
+        "lane switches": kv.lane_switches,
+    }
+    taken = ", ".join(f"{name} {count:,}" for name, count in decisions.items() if count)
+    held = f"{blocks.held:,} held ({kv.pinned_blocks:,} pinned)"
+    state = f"{blocks.total:,} blocks: {held}, {blocks.cached:,} cached, {blocks.free:,} free"
+    found = f"{prefix.hit_tokens:,} tokens found, {prefix.missed_tokens:,} not"
+    facts = [("pool", state), ("prefix cache", found)]
+    return [*facts, ("pool decisions", taken)] if taken else facts
 
 
 def print_logprobs(tokens: tuple[TokenLogprob, ...], *, stderr: bool = False) -> None:

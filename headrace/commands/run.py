@@ -28,6 +28,12 @@ from headrace.runtime.request import SamplingParams
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.argument("prompt", required=False)
 @click.option("--system", metavar="TEXT", help="The system message of the chat.")
+@click.option(
+    "--pin-system",
+    is_flag=True,
+    help="Compute the beginning that the system message gives all chats ahead of the first one, "
+    "and keep its keys and values for good.",
+)
 @click.option("--raw", is_flag=True, help="Continue the prompt as it is, without chat template.")
 @click.option(
     "--chat-template",
@@ -65,8 +71,11 @@ def command(bundle: Path, prompt: str | None, **flags: Any) -> None:
     Names of control tokens in a prompt stay text. In --stop, \n, \r, \t and \\ are escapes.
     """
     as_json, stats = flags.pop("as_json"), flags.pop("stats")
+    pin_system = flags.pop("pin_system")
     sampling, user = flags.pop("sampling"), sampling_settings(flags)
     style = _style(flags)
+    if pin_system and style["raw"]:
+        raise UsageError("--pin-system has no meaning with --raw, which has no system message")
     config = runtime_config(flags)
     # a mistake should show before a model is loaded
     params = SamplingParams.resolve(user)
@@ -84,6 +93,8 @@ def command(bundle: Path, prompt: str | None, **flags: Any) -> None:
         talk = Talk(llm, params.seeded(), **style)
         if params.seed is None and params.temperature > 0 and not as_json:
             say(f"seed {talk.params.seed}")
+        if pin_system:
+            say(f"{talk.pin_system()} tokens of the system message are pinned")
         if text is None:
             Chat(talk, stats).run()
         elif as_json:

@@ -41,6 +41,12 @@ class Talk:
             template_args=self.template_args,
         )
 
+    def pin_system(self) -> int:
+        """Pins what all chats begin with; returns the tokens pinned."""
+        return self.llm.pin_system(
+            self.system, template=self.template, template_args=self.template_args
+        )
+
     def finish(self, answer: Answer, out: TextIO | None = None) -> Measured:
         """Runs an answer to its end; streams its text and a newline to `out` if there is one."""
 
@@ -60,4 +66,4 @@ class Talk:
         if logprobs and measured.completion.logprobs is not None:
             print_logprobs(measured.completion.logprobs)
         if stats:
-            print_stats(measured)
+            print_stats(measured, self.llm.engine.stats)
