@@ -134,6 +134,9 @@ class Lanes:
         lane.num_passes += 1
         lane.end = max(lane.end, rows.past + rows.num_rows)
 
+    def end(self, index: int) -> int:
+        return self._lanes[index].end
+
     def rider(self, index: int) -> LaneRows:
         """An entry without rows, for a lane between two busy ones."""
         lane = self._lanes[index]

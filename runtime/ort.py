@@ -173,7 +173,9 @@ class OrtBackend:
         assert num_wanted <= facts.max_wanted, "too many logits wanted"
         # Two rows through the head, too: one row takes another kernel on some machines.
         wanted = 1 << max(1, (num_wanted - 1).bit_length())
-        width = min(_padded(max(declared)), self.arena.slots)
+        # The operator refuses a width that does not fit behind what a lane holds.
+        width = min(_padded(max(declared)), self.arena.slots - max(r.past for r in rows))
+        assert width >= max(declared), "a lane has no room for the longest lane's rows"
         return _Shape(first, len(rows), width, wanted), declared
 
     def _fill(

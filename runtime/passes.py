@@ -129,10 +129,18 @@ class Passes:
         group = _Group([self._waiting[0]])
         for job in self._waiting[1:]:
             larger = _Group([*group.jobs, job])
-            fits = larger.num_wanted() <= facts.max_wanted
+            fits = larger.num_wanted() <= facts.max_wanted and self._has_room(larger)
             if fits and larger.is_worth_it(facts.max_rows):
                 group = larger
         return group
+
+    def _has_room(self, group: _Group) -> bool:
+        """Whether the longest lane's rows fit behind what each lane holds: all are padded to it."""
+        by_lane = {job.rows.lane: job.rows for job in group.jobs}
+        width = max(MIN_DECLARED_ROWS, *(rows.num_rows for rows in by_lane.values()))
+        past = max(by_lane[i].past if i in by_lane else self._lanes.end(i) for i in group.lanes())
+        # Of the four spare slots three may be needed for a whole multiple of four rows.
+        return past + width <= self._backend.facts.capacity + 1
 
     def _run(self, group: list[_Job]) -> None:
         if self.closed:
