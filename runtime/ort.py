@@ -29,7 +29,7 @@ MAX_WANTED = 32
 _TOTAL_STEP = 64
 """The declared total grows in steps, so that most passes keep the bias of the one before."""
 
-_MAX_BINDINGS = 64
+MAX_BINDINGS = 64
 _MAX_ZEROS = 64
 
 _T = TypeVar("_T", bound=np.generic)
@@ -150,7 +150,7 @@ class OrtBackend:
         shape, declared = self._shape(rows, num_wanted)
         binding = self._bindings.pop(shape, None)
         if binding is None:
-            if len(self._bindings) >= _MAX_BINDINGS:
+            if len(self._bindings) >= MAX_BINDINGS:
                 self._bindings.pop(next(iter(self._bindings)))
             binding = _Binding(self._session, self._config, self.arena, self._logits, shape)
         self._bindings[shape] = binding  # the most recently used one stands last
