@@ -260,7 +260,9 @@ def plot(measured: list[Measured], path: Path) -> None:
         plot_ratios(ratios, m)
     axes[0, 0].set_ylabel(f"perplexity, mean over {MEAN_OVER} tokens")
     axes[1, 0].set_ylabel("ring / recomputed")
-    axes[0, 0].legend(loc="upper left", fontsize=8)
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    columns = len(labels) if len(measured) > 2 else 2
+    figure.legend(handles, labels, loc="outside upper center", ncols=columns, fontsize=8)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
