@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
+import threading
 import time
-from collections.abc import Generator, Iterator
+import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
+from headrace.errors import UsageError
 from headrace.runtime.engine import Engine
 from headrace.runtime.request import (
     Alternative,
@@ -35,8 +37,9 @@ class _End:
 class Answer:
     """An iterator over an answer's pieces; `completion` is the whole, once it has ended.
 
-    Closing it, leaving its `with` block or dropping it ends the request at once; what was given
-    out until then stays in `completion`, text that still waited to be whole does not.
+    Closing it or leaving its `with` block ends the request at once, dropping it at the model's
+    next use. What was given out until then stays in `completion`, text that still waited to be
+    whole does not. One thread at a time may use it.
     """
 
     def __init__(
@@ -55,17 +58,33 @@ class Answer:
             owner: whose sequence it is, and kept alive as long as this; without one, the sequence
                 is closed when the answer ends.
         """
-        self._owner = owner
-        self._request = _Request(engine, tokenizer, sequence, params.seeded(), owner is None)
-        # The generator must not refer to this object: a cycle would keep the lane of a dropped
-        # answer until the garbage collector comes by.
-        self._deltas = self._request.run()
+        self._engine, self._sequence, self._owner = engine, sequence, owner
+        self._request = _Request(engine, tokenizer, sequence, params.seeded())
+        # Neither refers to this object: a cycle would keep the blocks of a dropped answer until
+        # the garbage collector comes by. And that may happen while the engine's lock is held, so
+        # nothing that takes the lock may stand in a generator's `finally`.
+        self._deltas = self._request.deltas()
+        self._drop = weakref.finalize(self, engine.abandon, sequence, is_closed=owner is None)
+        self._busy = threading.Lock()
+        self._has_begun = False
 
     def __iter__(self) -> Iterator[Delta]:
         return self
 
     def __next__(self) -> Delta:
-        return next(self._deltas)
+        self._occupy()
+        try:
+            if self.has_ended:
+                raise StopIteration
+            if not self._has_begun:
+                self._has_begun = True
+                self._request.begin()
+            return next(self._deltas)
+        except BaseException:
+            self._end()
+            raise
+        finally:
+            self._busy.release()
 
     def __enter__(self) -> Self:
         return self
@@ -82,11 +101,23 @@ class Answer:
         """Ends the request and frees its blocks, unless they are a session's; the completion holds
         what was generated.
         """
-        self._deltas.close()
+        self._occupy()
+        try:
+            self._end()
+        finally:
+            self._busy.release()
+
+    def _end(self) -> None:
+        if self._drop.detach() is not None:
+            self._engine.end_request(self._sequence, is_closed=self._owner is None)
 
     @property
     def has_ended(self) -> bool:
-        return inspect.getgeneratorstate(self._deltas) == inspect.GEN_CLOSED
+        return not self._drop.alive
+
+    def _occupy(self) -> None:
+        if not self._busy.acquire(blocking=False):
+            raise UsageError("another thread uses this answer; one at a time may")
 
     @property
     def completion(self) -> Completion:
@@ -95,7 +126,7 @@ class Answer:
 
     def result(self) -> Completion:
         """Runs to the end."""
-        for _ in self._deltas:
+        for _ in self:
             pass
         return self.completion
 
@@ -109,13 +140,13 @@ class _Request:
         tokenizer: Tokenizer,
         sequence: Sequence,
         params: SamplingParams,
-        is_ours: bool,
     ) -> None:
         self._params = params
         self._engine, self._tokenizer, self._sequence = engine, tokenizer, sequence
-        self._is_ours = is_ours
         self._prompt_len = sequence.length
-        self._sampler = Sampler(self._params, sequence.tokens(), engine.facts.vocab_size)
+        self._sampler = Sampler(
+            self._params, sequence.tokens()[-sequence.capacity :], engine.facts.vocab_size
+        )
         self._text: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprob] = []
@@ -142,17 +173,12 @@ class _Request:
             logprobs=tuple(self._logprobs) if self._params.logprobs is not None else None,
         )
 
-    def run(self) -> Generator[Delta]:
+    def begin(self) -> None:
         # Not when the answer was made: time before the first piece is asked for is the caller's.
         self._started = self._prefilled_at = self._first_at = self._last_at = time.perf_counter()
-        try:
-            with self._engine.request(self._sequence, self._params.max_tokens):
-                yield from self._deltas()
-        finally:
-            if self._is_ours:
-                self._engine.close_sequence(self._sequence)
+        self._engine.begin_request(self._sequence, self._params.max_tokens)
 
-    def _deltas(self) -> Iterator[Delta]:
+    def deltas(self) -> Iterator[Delta]:
         detokenizer = self._tokenizer.detokenizer()
         router = StopRouter(self._params.stop)
         for choice in self._choices():

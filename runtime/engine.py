@@ -14,9 +14,8 @@ from collections.abc import Sequence as Ids
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from headrace.errors import PoolFullError, UsageError
+from headrace.errors import UsageError
 from headrace.models.config import ModelConfig
-from headrace.runtime.admission import Admission
 from headrace.runtime.arena import Arena
 from headrace.runtime.backend import Backend
 from headrace.runtime.blocks import BLOCK_TOKENS, BlockPool, PoolCounts
@@ -25,10 +24,8 @@ from headrace.runtime.lanes import IDLE_S, Lanes
 from headrace.runtime.passes import Passes
 from headrace.runtime.prefix import PrefixCache, PrefixCounters, Root
 from headrace.runtime.ring import RingLayout
+from headrace.runtime.room import PAUSED_S, Room
 from headrace.runtime.sequence import Sequence
-
-PAUSED_S = 1.0
-"""A request that nobody has asked for a token so long lends its reservation to those that wait."""
 
 CROWDED_CHUNK = 64
 """Rows of a prefill chunk while other sequences compute too, so that they do not wait long."""
@@ -47,6 +44,8 @@ class KvStats:
     """Idle ones whose blocks were taken; they are computed again on return."""
     waited_requests: int
     """Requests that had to wait for blocks."""
+    lent_requests: int
+    """Paused ones whose reservation went to another; they wait for it when they go on."""
     refused_requests: int
     """Requests that could never fit."""
     lane_switches: int
@@ -71,14 +70,9 @@ class Engine:
         self.lock = threading.Condition(threading.Lock())
         self._lanes = Lanes(self.facts.lanes)
         self.passes = Passes(backend, self._lanes, self.lock)
-        self._admission = Admission(num_blocks)
-        self._queue: list[Sequence] = []
-        """Requests that wait for blocks, the first to come first."""
-        self._sequences: dict[Sequence, None] = {}
-        """All that hold blocks or may come to."""
-        self._abandoned: deque[Sequence] = deque()
+        self._room = Room(self.cache, self._lanes, num_blocks)
+        self._abandoned: deque[tuple[Sequence, bool]] = deque()
         self._closed = False
-        self._dropped = self._waited = self._refused = 0
         self._staging_s = self._committing_s = 0.0
 
     @property
@@ -118,85 +112,119 @@ class Engine:
         Full blocks are shared. Raises PoolFullError for a fork of a stream, which reserves the
         whole window: it ends up owning it, since the stream moves on.
         """
+        with self.lock:
+            self._require_open(source)
         fork = Sequence(self, source.layout, source.capacity)
         if source.is_stream:
             self._settle(fork)
         try:
-            with self._fork_turn(source):
-                source.fork_into(fork)
+            with self.lock:
+                self._wait_for_quiet(source)
+                take = self._room.take if source.is_stream else self.cache.allocate
+                source.fork_into(fork, take)
+                self._room.sequences[fork] = None
         except BaseException:
             self.close_sequence(fork)
             raise
-        with self.lock:
-            self._sequences[fork] = None
         return fork
+
+    def _wait_for_quiet(self, source: Sequence) -> None:
+        """Until it is in no turn; its own thread's next one waits as well."""
+        source.forks_waiting += 1
+        try:
+            while source.in_turn:
+                self.lock.wait()
+        finally:
+            source.forks_waiting -= 1
+            self.lock.notify_all()
+        self._require_open(source)
 
     def _settle(self, stream: Sequence) -> None:
         """Reserves a stream's blocks for its life."""
-        stream.worst_case = stream.blocks_of(0)
         with self.lock:
-            self._require_fit(stream.worst_case, "a stream of this window")
-            self._sequences[stream] = None
+            self._require_open(stream)
+            self._reap()
+            stream.worst_case = stream.blocks_of(0)
+            self._room.require_fit(stream, stream.worst_case)
+            self._room.sequences[stream] = None
             try:
-                self._wait_until(stream, lambda: self._admit(stream))
+                self._wait_until(stream, lambda: self._room.admit(stream))
             except BaseException:
-                del self._sequences[stream]
+                del self._room.sequences[stream]
                 raise
 
     @contextmanager
     def request(self, sequence: Sequence, num_new: int) -> Iterator[None]:
-        """While it lasts, `sequence` may grow by `num_new` tokens beyond what is pending.
+        """`begin_request`, and `end_request` at the end."""
+        self.begin_request(sequence, num_new)
+        try:
+            yield
+        finally:
+            self.end_request(sequence)
 
-        Raises PoolFullError when that can never fit. Blocks are reserved at the first turn.
-        """
+    def require_fit(self, sequence: Sequence, num_new: int) -> None:
+        """Raises as `begin_request` would for `num_new` tokens more, and changes nothing."""
         with self.lock:
             self._require_open(sequence)
             self._reap()
             if not sequence.is_stream:
-                worst_case = sequence.blocks_of(num_new)
-                self._require_fit(
-                    worst_case, f"a request of up to {worst_case * BLOCK_TOKENS} tokens"
-                )
-                sequence.worst_case = worst_case
-                self._sequences[sequence] = None
-        try:
-            yield
-        finally:
+                self._room.require_fit(sequence, sequence.blocks_of(num_new))
+
+    def begin_request(self, sequence: Sequence, num_new: int) -> None:
+        """Until its end, `sequence` may grow by `num_new` tokens beyond what is pending.
+
+        Raises PoolFullError when that can never fit. Blocks are reserved at the first turn.
+        """
+        self.require_fit(sequence, num_new)
+        if not sequence.is_stream:
             with self.lock:
-                if not sequence.is_stream:
-                    self._admission.release(sequence)
-                    sequence.worst_case = 0
-                self.lock.notify_all()
+                sequence.worst_case = sequence.blocks_of(num_new)
+                self._room.sequences[sequence] = None
+
+    def end_request(self, sequence: Sequence, *, is_closed: bool = False) -> None:
+        """Others may have what it reserved, and with `is_closed` all that it holds."""
+        with self.lock:
+            self._end_request(sequence, is_closed)
+
+    def _end_request(self, sequence: Sequence, is_closed: bool) -> None:
+        if not sequence.is_stream:
+            self._room.release(sequence)
+            sequence.worst_case = 0
+        if is_closed:
+            self._close_sequence(sequence)
+        self.lock.notify_all()
 
     def close_sequence(self, sequence: Sequence) -> None:
         """Gives blocks and lane back, once the turn in progress has ended; may be called again."""
         with self.lock:
-            sequence.closed = True
-            while sequence.in_turn:
-                self.lock.wait()
-            self._forget(sequence)
+            self._close_sequence(sequence)
 
-    def abandon(self, sequence: Sequence) -> None:
-        """Closes it at the next opportunity; for finalizers, which may run while we hold the lock."""
-        self._abandoned.append(sequence)
+    def _close_sequence(self, sequence: Sequence) -> None:
+        sequence.closed = True
+        while sequence.in_turn:
+            self.lock.wait()
+        if sequence in self._room.sequences:
+            self._room.drop(sequence)
+            self._room.release(sequence)
+            del self._room.sequences[sequence]
+        self.lock.notify_all()
+
+    def give_up(self, sequence: Sequence) -> None:
+        """After a commit that was cut short. A stream cannot be computed again: it is closed."""
+        with self.lock:
+            sequence.closed = sequence.is_stream
+            self._room.drop(sequence)
+
+    def abandon(self, sequence: Sequence, *, is_closed: bool) -> None:
+        """Ends its request at the next opportunity, and closes it if `is_closed`.
+
+        For finalizers: they may run in a thread that holds the lock.
+        """
+        self._abandoned.append((sequence, is_closed))
 
     def _reap(self) -> None:
-        for _ in range(len(self._abandoned)):
-            sequence = self._abandoned.popleft()
-            sequence.closed = True
-            if sequence.in_turn:
-                self._abandoned.append(sequence)
-            else:
-                self._forget(sequence)
-
-    def _forget(self, sequence: Sequence) -> None:
-        if sequence in self._sequences:
-            self._lanes.vacate(sequence)
-            if not self._closed:
-                sequence.forget()
-            self._admission.release(sequence)
-            del self._sequences[sequence]
-        self.lock.notify_all()
+        while self._abandoned:
+            self._end_request(*self._abandoned.popleft())
 
     def pin(self, token_ids: Ids[int]) -> int:
         """Computes a prefix and keeps its full blocks for good. Returns the tokens pinned.
@@ -211,11 +239,9 @@ class Engine:
             with self.request(sequence, 0):
                 sequence.compute()
                 with self.lock:
-                    self._admission.release(sequence)
+                    self._room.release(sequence)
                     num_tokens = self.cache.pin(self.root, token_ids)
-                    pinned = self._admission.reserve(
-                        owner, num_tokens // BLOCK_TOKENS, is_lasting=True
-                    )
+                    pinned = self._room.keep(owner, num_tokens // BLOCK_TOKENS)
                     assert pinned, "a pin takes what computing it had reserved"
         finally:
             self.close_sequence(sequence)
@@ -225,7 +251,7 @@ class Engine:
         """Takes `pin` back. Raises UsageError for a prefix that is not pinned."""
         self.cache.unpin(self.root, token_ids)
         with self.lock:
-            self._admission.release(("pin", tuple(token_ids)))
+            self._room.release(("pin", tuple(token_ids)))
             self.lock.notify_all()
 
     # turns
@@ -234,25 +260,30 @@ class Engine:
     def turn(self, sequence: Sequence, *, with_lane: bool = True) -> Iterator[int]:
         """The right to compute and commit, with everything computed in a lane, which it yields.
 
-        Waits for another's turn on the same sequence, for blocks and for a lane.
+        Without a lane only for a sequence that has computed nothing. Waits for another's turn on
+        the same sequence, for blocks and for a lane.
         """
-        with self.lock:
-            self._require_open(sequence)
-            self._reap()
-            self._wait_until(sequence, lambda: self._may_begin(sequence, with_lane))
-            sequence.in_turn = True
+        has_begun = False
         try:
+            with self.lock:
+                self._require_open(sequence)
+                sequence.thread = threading.get_ident()
+                self._wait_until(sequence, lambda: self._may_begin(sequence, with_lane))
+                has_begun = sequence.in_turn = True
+                if not with_lane:
+                    self._lanes.vacate(sequence)
             if with_lane and self._lanes.must_stage(sequence):
                 self._stage(sequence)
             yield -1 if sequence.lane is None else sequence.lane
         finally:
-            with self.lock:
-                self._end_turn(sequence)
+            if has_begun:
+                with self.lock:
+                    self._end_turn(sequence)
 
     def _may_begin(self, sequence: Sequence, with_lane: bool) -> bool:
         if sequence.in_turn or sequence.forks_waiting:
             return False
-        return self._admit(sequence) and (not with_lane or self._lanes.give(sequence))
+        return self._room.admit(sequence) and (not with_lane or self._lanes.give(sequence))
 
     def _end_turn(self, sequence: Sequence) -> None:
         sequence.in_turn = False
@@ -260,39 +291,19 @@ class Engine:
         self._lanes.turn_ended(sequence)
         self.lock.notify_all()
 
-    @contextmanager
-    def _fork_turn(self, sequence: Sequence) -> Iterator[None]:
-        """A turn for copying alone; its own thread's next turn comes after it."""
-        with self.lock:
-            self._require_open(sequence)
-            sequence.forks_waiting += 1
-            try:
-                while sequence.in_turn:
-                    self.lock.wait()
-                self._require_open(sequence)
-                sequence.in_turn = True
-            finally:
-                sequence.forks_waiting -= 1
-        used = sequence.last_used
-        try:
-            yield
-        finally:
-            with self.lock:
-                self._end_turn(sequence)
-                sequence.last_used = used
-
     def _wait_until(self, sequence: Sequence, ready: Callable[[], bool]) -> None:
+        self._reap()
         try:
             while not ready():
-                # Nobody tells us when others become idle.
-                self.lock.wait(IDLE_S)
+                # Nobody tells us when others become idle, or are dropped.
+                self.lock.wait(IDLE_S if self._room.is_admitted(sequence) else PAUSED_S / 20)
                 self._require_open(sequence)
+                self._reap()
         except BaseException:
             self._lanes.leave_queue(sequence)
             raise
         finally:
-            if sequence in self._queue:
-                self._queue.remove(sequence)
+            self._room.leave_queue(sequence)
 
     def _stage(self, sequence: Sequence) -> None:
         start = time.perf_counter()
@@ -315,93 +326,26 @@ class Engine:
         if sequence.closed:
             raise UsageError("this session is closed; open another")
 
-    # blocks
-
-    def _require_fit(self, num_blocks: int, what: str) -> None:
-        if self._admission.ever_fits(num_blocks):
-            return
-        self._refused += 1
-        total, lasting = self._admission.num_blocks, self._admission.num_lasting
-        kept = f", of which streams and pinned prompts keep {lasting}" if lasting else ""
-        remedy = "close one of them, " if lasting else ""
-        raise PoolFullError(
-            f"{what} needs {num_blocks} blocks of {BLOCK_TOKENS} tokens, and the pool has "
-            f"{total}{kept}; {remedy}raise --pool, or lower --max-tokens or the window"
-        )
-
-    def _admit(self, sequence: Sequence) -> bool:
-        """Whether the sequence's worst case is reserved; if not, it stands in the queue."""
-        if sequence in self._admission:
-            return True
-        is_new = sequence not in self._queue
-        if is_new:
-            self._queue.append(sequence)
-        if self._queue[0] is sequence and self._reserve(sequence):
-            self._queue.pop(0)
-            return True
-        self._waited += is_new
-        return False
-
-    def _reserve(self, sequence: Sequence) -> bool:
-        while not self._admission.reserve(
-            sequence, sequence.worst_case, is_lasting=sequence.is_stream
-        ):
-            if not self._suspend_one():
-                return False
-        return True
-
-    def _suspend_one(self) -> bool:
-        """Takes the reservation of the request that has been paused longest, if there is one."""
-        now = time.monotonic()
-        paused = [
-            s
-            for s in self._sequences
-            if s in self._admission
-            and not s.is_stream
-            and not s.in_turn
-            and now - s.last_used > PAUSED_S
-        ]
-        if not paused:
-            return False
-        self._admission.release(min(paused, key=lambda s: s.last_used))
-        return True
-
     def allocate(self, num_blocks: int) -> tuple[int, ...]:
-        """Blocks of an admitted sequence. Evicts unreferenced ones and drops idle sequences."""
+        """Blocks of an admitted sequence; others may lose theirs."""
         with self.lock:
-            while (block_ids := self.cache.allocate(num_blocks)) is None:
-                self._drop_one()
-        return block_ids
-
-    def spare(self, num_blocks: int) -> tuple[int, ...] | None:
-        """Blocks for what can do without: nobody is dropped for them."""
-        return self.cache.allocate(num_blocks)
-
-    def _drop_one(self) -> None:
-        idle = [
-            s
-            for s in self._sequences
-            if s.table.num_blocks and s not in self._admission and not s.in_turn
-        ]
-        assert idle, "admission has let in more than the pool holds"
-        sequence = min(idle, key=lambda s: s.last_used)
-        self._lanes.vacate(sequence)
-        sequence.drop()
-        self._dropped += 1
+            return self._room.take(num_blocks)
 
     # the whole
 
     @property
     def stats(self) -> KvStats:
         with self.lock:
+            self._reap()
             return KvStats(
                 blocks=self.pool.counts,
-                reserved_blocks=self._admission.num_reserved,
+                reserved_blocks=self._room.num_reserved,
                 pinned_blocks=self.cache.num_pinned_blocks,
                 prefix=self.cache.counters,
-                dropped_sequences=self._dropped,
-                waited_requests=self._waited,
-                refused_requests=self._refused,
+                dropped_sequences=self._room.num_dropped,
+                waited_requests=self._room.num_waited,
+                lent_requests=self._room.num_lent,
+                refused_requests=self._room.num_refused,
                 lane_switches=self._lanes.num_switches,
                 passes=self.passes.num_passes,
                 rows=self.passes.num_rows,
@@ -412,6 +356,7 @@ class Engine:
     def check(self) -> PoolCounts:
         """Raises PoolError unless every block is accounted for: free, cached, or in a table."""
         with self.lock:
+            self._reap()
             self.cache.check()
             return self.pool.check()
 
@@ -420,7 +365,7 @@ class Engine:
         with self.lock:
             self._closed = self.passes.closed = True
             self.lock.notify_all()
-            while any(s.in_turn for s in self._sequences):
+            while any(s.in_turn for s in self._room.sequences):
                 self.lock.wait()
             self.backend.close()
             self.arrays.close()

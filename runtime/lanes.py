@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import dataclass
 
@@ -74,19 +75,25 @@ class Lanes:
         if sequence in self._queue:
             self._queue.remove(sequence)
 
+    def is_waiting(self, sequence: Sequence) -> bool:
+        return sequence in self._queue
+
     def _is_used_up(self, index: int) -> bool:
         return self._lanes[index].num_passes >= TURN_PASSES
 
     def _choose(self) -> _Lane | None:
-        """The first empty lane, else the one that has idled longest of those to be given up."""
+        """The first empty lane, else the one that has idled longest of those to be given up.
+
+        A thread that asks for a lane has let all others idle that it used.
+        """
         quiet = [lane for lane in self._lanes if not lane.in_turn and not lane.is_riding]
-        now = time.monotonic()
+        now, me = time.monotonic(), threading.get_ident()
         best: _Lane | None = None
         for lane in quiet:
             if lane.holder is None:
                 return lane
-            idle_s = now - lane.holder.last_used
-            if idle_s >= IDLE_S or self._is_used_up(lane.index):
+            is_idle = lane.holder.thread == me or now - lane.holder.last_used >= IDLE_S
+            if is_idle or self._is_used_up(lane.index):
                 is_older = (
                     best is None
                     or best.holder is None

@@ -10,9 +10,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-
-import numpy as np
 
 from headrace.errors import UsageError
 from headrace.runtime.backend import Backend
@@ -99,15 +98,15 @@ class Passes:
         return job.logits
 
     def _lead(self) -> None:
-        self._running = []
         try:
+            self._running = []
             self._gather()
             self._running = group = self._pick().jobs
             self._waiting = [job for job in self._waiting if job not in group]
             self._run(group)
         finally:
             # What an interrupt has cut short is run again: it writes the same rows.
-            unfinished = [job for job in self._running if not job.is_done]
+            unfinished = [job for job in self._running or [] if not job.is_done]
             self._waiting = unfinished + self._waiting
             self._running = None
             self._lock.notify_all()
@@ -155,8 +154,7 @@ class Passes:
         self._lock.release()
         try:
             logits = self._backend.forward(entries)
-            # Copied before the next pass writes over them.
-            self._hand_out(group, entries, logits.copy())
+            self._hand_out(group, entries, logits)
         except Exception as error:  # noqa: BLE001  every thread of the pass hears of it
             for job in group:
                 job.error = error
@@ -170,14 +168,20 @@ class Passes:
 
     @staticmethod
     def _hand_out(group: list[_Job], entries: Sequence[LaneRows], logits: F32) -> None:
-        parts = np.split(logits, np.cumsum([len(rows.wanted) for rows in entries])[:-1])
-        by_lane = {rows.lane: part for rows, part in zip(entries, parts, strict=True)}
+        starts, end = {}, 0
+        for rows in entries:
+            starts[rows.lane] = end
+            end += len(rows.wanted)
+        assert len(logits) == end, f"{len(logits)} rows of logits, {end} wanted"
         for job in group:
-            job.logits = by_lane[job.rows.lane]
+            start = starts[job.rows.lane]
+            # Copied: the next pass writes over them.
+            job.logits = logits[start : start + len(job.rows.wanted)].copy()
 
     def _withdraw(self, job: _Job) -> None:
-        """After an interrupt: the lane must be quiet before its turn ends."""
+        """After an interrupt: the lane must be quiet before its turn ends, whatever comes."""
         while self._running is not None and job in self._running:
-            self._lock.wait()
+            with suppress(KeyboardInterrupt):
+                self._lock.wait()
         if job in self._waiting:
             self._waiting.remove(job)

@@ -1,6 +1,6 @@
 """A sequence: tokens in order, which of them are computed, and where their keys and values are.
 
-What a session or a request is made of. Tokens wait in `pending` until a pass computes them. Computed
+What a session or a request is made of. Tokens are `pending` until a pass computes them. Computed
 ones have slots: full blocks are written through to the pool at the commit that fills them, the
 partly filled one when the sequence is parked. So a lane can be taken away between any two passes.
 """
@@ -8,7 +8,6 @@ partly filled one when the sequence is parked. So a lane can be taken away betwe
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ import numpy as np
 
 from headrace.errors import ContextFullError
 from headrace.runtime.batch import F32, I64, LaneRows
-from headrace.runtime.blocks import BLOCK_TOKENS, BlockTable, blocks_for
+from headrace.runtime.blocks import BLOCK_TOKENS, Allocate, BlockTable, blocks_for
 from headrace.runtime.ring import Eviction, RingLayout, RingState, entries
 
 if TYPE_CHECKING:
@@ -86,16 +85,16 @@ class Sequence:
         self.capacity = capacity
         self.state: FullState | RingState = self._initial()
         self.table = BlockTable()
-        self.known: list[int] | deque[int] = [] if layout is None else deque(maxlen=capacity)
-        """Computed tokens; of a stream the last ones, as many as its lane holds."""
-        self.pending: list[int] = []
-        """Tokens after them that are not computed yet."""
+        self._tokens: list[int] = []
+        """All tokens; of a stream that has evicted some at least the last ones, `capacity`."""
         self.length = 0
         """Tokens so far, computed or not: the position of the next one."""
         self.num_computed = 0
         """Rows that went through a pass so far; tokens found in the prefix cache did not."""
         self.closed = False
         self.in_turn = False
+        self.thread = 0
+        """The one that had the last turn."""
         self.forks_waiting = 0
         self.lane: int | None = None
         self.worst_case = 0
@@ -111,12 +110,17 @@ class Sequence:
         return not self.is_stream and self.length >= self.capacity
 
     def tokens(self) -> list[int]:
-        """All tokens; of a stream the last ones."""
-        with self._engine.lock:
-            return self._tokens()
+        """All tokens; of a stream those that its lane holds, or that are pending."""
+        return self._tokens[-max(self.capacity, self.num_pending) :]
 
-    def _tokens(self) -> list[int]:
-        return [*self.known, *self.pending]
+    @property
+    def num_pending(self) -> int:
+        return self.length - self.state.num_tokens
+
+    @property
+    def pending(self) -> list[int]:
+        """Tokens that are not computed yet."""
+        return self._tokens[len(self._tokens) - self.num_pending :]
 
     def require_room(self, num_tokens: int) -> None:
         """Raises ContextFullError unless so many more tokens fit, one of them the answer's."""
@@ -135,22 +139,23 @@ class Sequence:
 
     def append(self, token_ids: Ids[int]) -> None:
         with self._engine.lock:
-            self.pending += token_ids
-            self.length += len(token_ids)
+            num_tokens = len(token_ids)
+            self._tokens += token_ids
+            self.length += num_tokens
 
     def compute(self, *, leave: int = 0) -> None:
         """Computes what is pending, but for the last `leave` tokens."""
         self._find()
-        while len(self.pending) > leave:
-            self._pass(lambda most: Wanted(min(most, len(self.pending) - leave), ()))
+        while self.num_pending > leave:
+            self._pass(lambda most: Wanted(min(most, self.num_pending - leave), ()))
 
     def advance(self) -> F32:
         """Computes what is pending, at least one token. Returns the logits [V] after the last."""
-        assert self.pending, "there is nothing to compute"
+        assert self.num_pending, "there is nothing to compute"
         self._find()
         while True:
             logits = self._pass(self._last_wanted)
-            if not self.pending:
+            if not self.num_pending:
                 row: F32 = logits[0]
                 return row
 
@@ -163,22 +168,23 @@ class Sequence:
             num_rows = min(most, again + self._engine.facts.max_wanted)
             return Wanted(num_rows, tuple(range(again, num_rows)))
 
-        while self.pending:
+        while self.num_pending:
             logits = self._pass(wanted)
             done += len(logits)
             yield from logits
 
     def _last_wanted(self, most: int) -> Wanted:
-        return Wanted(most, (most - 1,) if most == len(self.pending) else ())
+        return Wanted(most, (most - 1,) if most == self.num_pending else ())
 
     def _pass(self, choose: Callable[[int], Wanted]) -> F32:
         """Computes pending tokens in one pass; `choose` is given the most that it can take.
 
-        It is asked within the turn: before it, another's need of blocks may have sent everything
-        back to `pending`.
+        It is asked within the turn: before it, another's need of blocks may have made everything
+        pending again.
         """
         with self._engine.turn(self) as lane:
-            most = min(len(self.pending), self.state.room, self._engine.chunk_rows)
+            most = min(self.num_pending, self.state.room, self._engine.chunk_rows)
+            assert most, "the context is full"
             chosen = choose(most)
             ids = self.pending[: chosen.num_rows]
             logits = self._engine.passes.run(self.lane_rows(lane, ids, chosen.rows))
@@ -208,30 +214,37 @@ class Sequence:
 
         They must be the beginning of `pending`. Within a turn.
         """
+        assert self.pending[: len(token_ids)] == list(token_ids)
+        after, eviction = self.state.commit(len(token_ids))
+        with self._engine.committing():
+            try:
+                self._keep(lane, len(token_ids))
+                if eviction is not None:
+                    self._evict(lane, eviction)
+                self.state = after
+            except BaseException:  # an interrupt: nobody knows how much of it is done
+                self._engine.give_up(self)
+                raise
+        if after.num_evictions:
+            del self._tokens[: -max(self.capacity, self.num_pending)]
+
+    def _keep(self, lane: int, num_rows: int) -> None:
+        """Writes what the next rows make full through to the pool, and lets others find it."""
         engine, before = self._engine, self.state
-        after, eviction = before.commit(len(token_ids))
-        num_slots = before.num_slots + len(token_ids)
-        with engine.committing():
+        num_slots = before.num_slots + num_rows
+        if self.table.missing_blocks(num_slots):
             grown = self.table.grow(num_slots, engine.allocate)
             assert grown, "what was admitted can grow"
-            newly_full = range(before.num_slots // BLOCK_TOKENS, num_slots // BLOCK_TOKENS)
-            for entry in newly_full:
-                engine.arrays.store(self.table.block_ids[entry], engine.arena, lane, entry)
-            self.known.extend(token_ids)
-            # Keys and values after an eviction depend on what was evicted: not for others.
-            if not before.num_evictions and newly_full:
-                self._insert(newly_full.start)
-            if eviction is not None:
-                self._evict(lane, eviction)
-            self.state = after
-            del self.pending[: len(token_ids)]
-
-    def _insert(self, start: int) -> None:
-        """Lets others find the full blocks from entry `start` on."""
-        known = self.known if isinstance(self.known, list) else list(self.known)
-        self.table.block_ids = self._engine.cache.insert(
-            self._engine.root, known, self.table.block_ids, start
-        )
+        else:
+            self.table.num_slots = num_slots
+        newly_full = range(before.num_slots // BLOCK_TOKENS, num_slots // BLOCK_TOKENS)
+        for entry in newly_full:
+            engine.arrays.store(self.table.block_ids[entry], engine.arena, lane, entry)
+        # Keys and values after an eviction depend on what was evicted: not for others.
+        if newly_full and not before.num_evictions:
+            self.table.block_ids = engine.cache.insert(
+                engine.root, self._tokens[:num_slots], self.table.block_ids, newly_full.start
+            )
 
     def _evict(self, lane: int, eviction: Eviction) -> None:
         engine = self._engine
@@ -245,17 +258,15 @@ class Sequence:
 
     def _find(self) -> None:
         """Takes over what the prefix cache knows of a sequence that has computed nothing yet."""
-        if self.state.num_tokens or not self.pending:
+        if self.state.num_tokens or not self._tokens:
             return
         with self._engine.turn(self, with_lane=False):
             # The last token is computed in any case: its logits are wanted.
-            most = min(len(self.pending), self.capacity) - 1
-            found = self._engine.cache.match(self._engine.root, self.pending[:most])
+            most = min(self.length, self.capacity) - 1
+            found = self._engine.cache.match(self._engine.root, self._tokens[:most])
             num_tokens = len(found) * BLOCK_TOKENS
             self.table = BlockTable(found, num_tokens)
             self.state, _ = self.state.commit(num_tokens)
-            self.known.extend(self.pending[:num_tokens])
-            del self.pending[:num_tokens]
 
     def stage(self, lane: int) -> None:
         """Copies everything computed into a lane. Within a turn."""
@@ -284,33 +295,28 @@ class Sequence:
     def drop(self) -> None:
         """Gives all blocks back; the tokens stay and are computed again when they are needed.
 
-        Not a stream's: its keys and values depend on what was evicted.
+        Not a stream's that goes on: its keys and values depend on what was evicted. Without a lane.
         """
-        assert not self.is_stream
-        self.pending = self._tokens()
-        self.forget()
-
-    def forget(self) -> None:
-        """Gives all blocks back, and what was computed."""
-        self.lane = None
-        self.table.release(self._engine.pool)
-        self.known.clear()
+        assert self.lane is None
         self.state = self._initial()
+        self.table.release(self._engine.pool)
 
-    def fork_into(self, other: Sequence) -> None:
-        """Makes `other`, a new sequence of the same layout, what this one is. Within a turn."""
+    def fork_into(self, other: Sequence, allocate: Allocate) -> None:
+        """Makes `other`, a new sequence of the same layout, what this one is.
+
+        In no turn, under the engine's lock. Without a block for the copy of a partly filled one,
+        its few tokens are pending in `other`.
+        """
         engine = self._engine
-        other.length = self.length
-        forked = self.table.fork(engine.pool, engine.allocate if self.is_stream else engine.spare)
+        other._tokens, other.length = self._tokens.copy(), self.length
+        forked = self.table.fork(engine.pool, allocate)
         if forked is None:
-            # No block for the copy: the few tokens in it are computed again.
-            full = self.table.num_full_blocks * BLOCK_TOKENS
-            for block_id in self.table.block_ids[: self.table.num_full_blocks]:
+            assert not self.is_stream, "a stream's fork has reserved its blocks"
+            full = self.table.block_ids[: self.table.num_full_blocks]
+            for block_id in full:
                 engine.pool.share(block_id)
-            other.table = BlockTable(self.table.block_ids[: self.table.num_full_blocks], full)
-            other.state, _ = other.state.commit(full)
-            tokens = self._tokens()
-            other.known, other.pending = tokens[:full], tokens[full:]
+            other.table = BlockTable(full, len(full) * BLOCK_TOKENS)
+            other.state, _ = other.state.commit(len(full) * BLOCK_TOKENS)
             return
         if forked.copy is not None:
             if self.lane is not None:  # its rows may be newer than the block's
@@ -319,7 +325,6 @@ class Sequence:
                 copy = forked.copy
                 engine.arrays.copy_rows(copy.source, copy.destination, copy.num_rows)
         other.table, other.state = forked.table, self.state
-        other.known, other.pending = self.known.copy(), self.pending.copy()
 
     def _initial(self) -> FullState | RingState:
         return FullState(self.capacity) if self.layout is None else RingState(self.layout)

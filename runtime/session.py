@@ -34,7 +34,7 @@ class Session:
         self._busy = threading.Lock()
         self._answer: Callable[[], Answer | None] = lambda: None
         """The last answer, if anybody still has it."""
-        self._drop = weakref.finalize(self, llm.engine.abandon, sequence)
+        self._drop = weakref.finalize(self, llm.engine.abandon, sequence, is_closed=True)
 
     @property
     def mode(self) -> Literal["full", "stream"]:
@@ -53,8 +53,9 @@ class Session:
     def feed(self, text: Prompt) -> None:
         """Appends a text (or token ids) and computes it, but for the last token.
 
-        Control tokens written out in a text stay text. Raises ContextFullError, before anything
-        is changed, when a full session's context cannot hold it; UsageError, PoolFullError.
+        Control tokens written out in a text stay text. Raises ContextFullError when a full session's
+        context cannot hold it, PoolFullError when the pool cannot, and UsageError; then nothing was
+        changed. After another error the text is fed, and computed when the session goes on.
         """
         with self._alone():
             self._append(text)
@@ -93,8 +94,7 @@ class Session:
         """
         with self._alone():
             params = self._llm.checked_params(params)
-            if len(prompt) or not self.num_tokens:
-                self._append(prompt)
+            self._append(prompt, params.max_tokens)
             answer = Answer(
                 self._llm.engine, self._llm.tokenizer, self._sequence, params, owner=self
             )
@@ -127,21 +127,22 @@ class Session:
     ) -> None:
         self.close()
 
-    def _append(self, prompt: Prompt) -> None:
+    def _append(self, prompt: Prompt, num_new: int = 0) -> None:
         ids = self._llm.encode(prompt, is_first=not self.num_tokens)
-        if not ids:
+        if not ids and not (num_new and self.num_tokens):
             raise UsageError("prompt: got an empty one, it needs at least one token")
         self._sequence.require_room(len(ids))
+        self._llm.engine.require_fit(self._sequence, len(ids) + num_new)
         self._sequence.append(ids)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        answer = self._answer()
-        if answer is not None and not answer.has_ended:
-            raise UsageError("this session is answering; finish or close that answer first")
         if not self._busy.acquire(blocking=False):
             raise UsageError("another thread uses this session; give each thread a fork of its own")
         try:
+            answer = self._answer()
+            if answer is not None and not answer.has_ended:
+                raise UsageError("this session is answering; finish or close that answer first")
             yield
         finally:
             self._busy.release()

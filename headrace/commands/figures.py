@@ -68,6 +68,7 @@ def kv_facts(kv: KvStats) -> list[tuple[str, str]]:
     blocks, prefix = kv.blocks, kv.prefix
     decisions = {
         "waited for blocks": kv.waited_requests,
+        "lent blocks": kv.lent_requests,
         "refused": kv.refused_requests,
         "sessions dropped": kv.dropped_sequences,
         "cached blocks evicted": prefix.evicted_blocks,
