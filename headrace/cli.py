@@ -23,6 +23,7 @@ COMMANDS = {
     "export": "Make a bundle from a checkpoint.",
     "run": "Answer a prompt, or chat.",
     "inspect": "Show what is in a bundle or an ONNX file.",
+    "plan": "Show what a model takes of the memory, before it is loaded.",
     "score": "Measure how well a model expects a text.",
     "prepare": "Make a bundle's weights ready for this machine.",
     "demo": "Export a small model and let it answer and read a log.",

@@ -9,6 +9,7 @@
     ├── ExportError         an export ran and failed, e.g. a parity gate
     ├── ContextFullError    a prompt does not fit the context
     ├── PoolFullError       a request's keys and values can never fit the pool as it is used
+    ├── MemoryLimitError    a model with these settings takes more memory than there is for it
     ├── ExactnessError      bit-exact decoding cannot be had with this model on this machine
     ├── ModelOutputError    a pass failed, or its logits are not numbers
     ├── PoolError           a KV block was handed about wrongly: our own mistake, stopped in time
@@ -59,6 +60,10 @@ class ContextFullError(HeadraceError):
 
 class PoolFullError(HeadraceError):
     """Keys and values of a request can never fit the pool, beside what is kept in it for good."""
+
+
+class MemoryLimitError(HeadraceError):
+    """A model with these settings takes more memory than there is for it."""
 
 
 class ExactnessError(HeadraceError):

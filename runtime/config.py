@@ -9,6 +9,7 @@ from typing import Literal
 from headrace.errors import UsageError
 from headrace.models.config import ModelConfig
 from headrace.runtime.blocks import blocks_for
+from headrace.sizes import Bytes, parse_size
 
 DEFAULT_CTX = 4096
 MIN_CTX = 16
@@ -21,7 +22,10 @@ Exactness = Literal["exact", "tree"]
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimeConfig:
-    """How a bundle is loaded. Raises UsageError for a value out of range."""
+    """How a bundle is loaded. Raises UsageError for a value out of range.
+
+    Sizes of memory may also be given as texts, `ram="4GiB"`.
+    """
 
     ctx: int | None = None
     """Tokens a sequence can hold; unless set, the smaller of the trained context and 4,096."""
@@ -33,12 +37,18 @@ class RuntimeConfig:
     """Threads of a pass; unless set, one a physical core (ONNX Runtime's choice)."""
     exactness: Exactness = "exact"
     """`exact` refuses models whose bits would depend on how rows are grouped."""
+    ram: Bytes | None = None
+    """Memory that all of it may take, weights included (4GiB); unless set, what is available."""
+    reserve: Bytes = 0
+    """Memory to leave to other programs and the system (512MiB)."""
     mlock: bool = False
     """Keep the weights' pages resident."""
     cache: Path | None = None
     """Where prepared weights are kept; None is the project's cache folder."""
 
     def __post_init__(self) -> None:
+        for name in ("ram", "reserve"):
+            object.__setattr__(self, name, _size(name, getattr(self, name)))
         _check("lanes", self.lanes, 1, MAX_LANES)
         if self.pool is not None:
             _check("pool", self.pool, MIN_CTX, MAX_POOL)
@@ -63,3 +73,16 @@ def _check(name: str, value: object, low: int, high: int, note: str = "") -> Non
     good = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
     if not good:
         raise UsageError(f"{name}: got {value!r}, allowed are {low} to {high}{note}")
+
+
+def _size(name: str, value: object) -> Bytes | None:
+    if isinstance(value, str):
+        try:
+            return parse_size(value)
+        except UsageError as error:
+            raise UsageError(f"{name}: {error}") from None
+    if value is None and name == "ram":
+        return None
+    _check(name, value, 0, 2**50, " bytes, or a text such as 4GiB")
+    assert isinstance(value, int)
+    return value

@@ -42,6 +42,21 @@ def usage() -> MemoryUsage:
     )
 
 
+def available() -> int:
+    """Bytes that programs can still take without swapping, by the kernel's estimate (Linux)."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 2**63 - 1  # a kernel before 3.14 has no estimate, and nothing is refused
+
+
+def trim() -> None:
+    """Gives the pages of freed heap back to the system, where the C library can (glibc)."""
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if malloc_trim is not None:
+        malloc_trim(ctypes.c_size_t(0))
+
+
 @dataclass(frozen=True, order=True)
 class FileRange:
     """Bytes `offset` .. `offset + length` of a file, both whole pages; the file may end sooner."""

@@ -31,10 +31,13 @@ from headrace.errors import BundleError, HeadraceError, StorageError
 from headrace.runtime.memory import LockedPages, mapped_ranges
 from headrace.runtime.stamp import Key, is_whole, machine, stamped_key, write_stamp
 
-FORMAT = 1
+FORMAT = 2
 MODEL = "model.onnx"
 DATA = "model.data"
+OVERHEAD = "overhead.json"
 PROVIDERS = ("CPUExecutionProvider",)
+
+_FILES = (MODEL, DATA, OVERHEAD)
 
 # Smaller tensors stay inside the graph file.
 _MIN_EXTERNAL_BYTES = 1024
@@ -80,6 +83,8 @@ def session_options(
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads or 0
     options.inter_op_num_threads = 1
+    # A pattern is one more block of memory for each new shape of a pass, and saves no time here.
+    options.enable_mem_pattern = False
     options.log_severity_level = 3
     options.graph_optimization_level = (
         ort.GraphOptimizationLevel.ORT_DISABLE_ALL if prepared else _LEVEL
@@ -125,6 +130,13 @@ def prepare(
     return Prepared(folder, built=True)
 
 
+def found(cache: Path, identity: str) -> Path | None:
+    """The folder of the copy for this machine, if there is one; its files are not checked."""
+    key = _key(identity)
+    folder = cache / _folder_name(identity, key)
+    return folder if stamped_key(folder) == key else None
+
+
 def mlock(prepared: Prepared) -> LockedPages:
     """Keeps the weights resident until the result is closed.
 
@@ -137,7 +149,7 @@ def mlock(prepared: Prepared) -> LockedPages:
 
 
 def pack(graph: Path, folder: Path, threads: int | None) -> None:
-    """Saves the optimised graph and the repacked weights in `folder`, and loads them once."""
+    """Saves the optimised graph and the repacked weights in `folder`."""
     options = session_options(threads)
     options.optimized_model_filepath = str(folder / MODEL)
     for name, value in (
@@ -149,9 +161,6 @@ def pack(graph: Path, folder: Path, threads: int | None) -> None:
     ort.InferenceSession(str(graph), options, providers=PROVIDERS)
     # ONNX Runtime writes none when no tensor is large enough.
     (folder / DATA).touch()
-    ort.InferenceSession(
-        str(folder / MODEL), session_options(threads, prepared=True), providers=PROVIDERS
-    )
 
 
 def _key(identity: str) -> Key:
@@ -175,7 +184,7 @@ def _bundle_prefix(identity: str) -> str:
 
 
 def _is_valid(folder: Path, key: Key, say: Progress) -> bool:
-    return is_whole(folder, key, (MODEL, DATA), lambda: say("checking the prepared weights"))
+    return is_whole(folder, key, _FILES, lambda: say("checking the prepared weights"))
 
 
 @contextmanager
@@ -217,8 +226,9 @@ def _build(
     draft.mkdir()
     try:
         _pack_apart(graph, draft, threads, lock)
-        _sync(draft / MODEL, draft / DATA)
-        write_stamp(draft, key, (MODEL, DATA))
+        _measure_apart(graph, draft, threads, lock)
+        _sync(*(draft / name for name in _FILES))
+        write_stamp(draft, key, _FILES)
         _sync(draft)
         draft.rename(folder)
         _sync(folder.parent)
@@ -235,20 +245,29 @@ def _bytes_needed(graph: Path) -> int:
 
 
 def _pack_apart(graph: Path, folder: Path, threads: int | None, lock: int) -> None:
-    """Packs in a process of its own, whose peak of memory ends with it and which Ctrl-C ends.
+    """Packs in a process of its own, whose peak of memory ends with it."""
+    arguments = (str(graph.absolute()), str(folder.absolute()), str(threads or 0))
+    if not _run_apart("prepare", arguments, graph, folder, lock):
+        _explain(graph, folder, _pack_or_reason(graph, folder, threads))
+
+
+def _measure_apart(graph: Path, folder: Path, threads: int | None, lock: int) -> None:
+    """Loads the copy once and writes down what memory it takes; nothing without a process."""
+    arguments = (str(folder.absolute()), str(threads or 0))
+    if not _run_apart("overhead", arguments, graph, folder, lock):
+        (folder / OVERHEAD).write_text("null", encoding="utf-8")
+
+
+def _run_apart(
+    module: str, arguments: tuple[str, ...], graph: Path, folder: Path, lock: int
+) -> bool:
+    """Runs a module's `_child` in a process that Ctrl-C ends; False when none can be started.
 
     The child holds the lock too, so that no other build starts while it runs on as an orphan.
     """
-    code = "import sys; from headrace.runtime import prepare; sys.exit(prepare._child(sys.argv))"
-    command = [
-        sys.executable,
-        "-P",  # nothing is imported from where the user happens to stand
-        "-c",
-        code,
-        str(graph.absolute()),
-        str(folder.absolute()),
-        str(threads or 0),
-    ]
+    code = f"import sys; from headrace.runtime import {module} as m; sys.exit(m._child(sys.argv))"
+    # -P: nothing is imported from where the user happens to stand.
+    command = [sys.executable, "-P", "-c", code, *arguments]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     try:
         child = subprocess.Popen(
@@ -256,8 +275,7 @@ def _pack_apart(graph: Path, folder: Path, threads: int | None, lock: int) -> No
         )
     except OSError:
         # No interpreter to start: one that is embedded, or emulated.
-        _explain(graph, folder, _pack_or_reason(graph, folder, threads))
-        return
+        return False
     try:
         _, errors = child.communicate()
     finally:
@@ -270,6 +288,7 @@ def _pack_apart(graph: Path, folder: Path, threads: int | None, lock: int) -> No
         )
     if child.returncode:
         _explain(graph, folder, (errors.strip() or f"exit code {child.returncode}"))
+    return True
 
 
 def _child(arguments: list[str]) -> str | None:

@@ -12,6 +12,7 @@ from typing import Any, Self
 import tokenizers
 
 from headrace.errors import BundleError, TokenizerMismatchError, UsageError
+from headrace.runtime import memory
 from headrace.runtime.chat_template import Shield, ShieldedStrings, render
 from headrace.runtime.pieces import Spelling, read_spelling
 
@@ -66,6 +67,8 @@ class Tokenizer:
             inner = tokenizers.Tokenizer.from_str(tokenizer_json)
         except Exception as error:  # the package raises nothing more precise
             raise BundleError(f"the tokenizer cannot be read: {error}") from error
+        # Its parser leaves twice as much behind as the tokenizer is.
+        memory.trim()
         _check_added_ids(inner, tokenizer_json)
         spelling = read_spelling(_state(inner.decoder))
         kind = type(inner.model).__name__

@@ -19,11 +19,14 @@ from headrace.runtime.request import SamplingParams
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+
 _KINDS: dict[str, dict[str, Any]] = {
     "float": {"type": float},
     "int": {"type": int},
     "int | None": {"type": int},
     "bool": {"is_flag": True},
+    "Bytes": {"type": str, "metavar": "SIZE"},
+    "Bytes | None": {"type": str, "metavar": "SIZE"},
     "tuple[str, ...]": {"multiple": True, "metavar": "TEXT"},
     "Mapping[int, float]": {"multiple": True, "metavar": "ID=B"},
     "Exactness": {"type": click.Choice(get_args(Exactness))},

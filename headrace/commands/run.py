@@ -57,7 +57,7 @@ from headrace.runtime.request import SamplingParams
     "generation_config. Default: headrace.",
 )
 @sampling_flags
-@runtime_flags("ctx", "lanes", "threads", "exactness", "mlock")
+@runtime_flags("ctx", "lanes", "pool", "threads", "exactness", "ram", "reserve", "mlock")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
 @click.option("--stats", is_flag=True, help="Print speed and memory on stderr afterwards.")
 def command(bundle: Path, prompt: str | None, **flags: Any) -> None:

@@ -21,6 +21,10 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from headrace.sizes import show_size as size
+
+__all__ = ["console", "print_facts", "print_table", "reporter", "say", "size"]
+
 _PIPE_WIDTH = 200
 """Columns where there is no terminal that has a width."""
 
@@ -69,16 +73,6 @@ def print_table(
         # as a table's own title it would be folded to the table's width
         target.print(title, soft_wrap=True)
     target.print(table)
-
-
-def size(nbytes: int) -> str:
-    """Bytes in the largest binary unit of which there is at least one."""
-    value, unit = float(nbytes), "B"
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024 or unit == "GiB":
-            break
-        value /= 1024
-    return f"{nbytes} B" if unit == "B" else f"{value:.1f} {unit}"
 
 
 class Reporter(Protocol):
