@@ -33,6 +33,8 @@ class RuntimeConfig:
     """Sequences that can be in the arena at once; others wait their turn."""
     pool: int | None = None
     """Tokens that the pool of keys and values holds; unless set, as many as all lanes together."""
+    prefix_cache: bool = True
+    """Compute what prompts begin with only once, as long as the pool still holds it."""
     threads: int | None = None
     """Threads of a pass; unless set, one a physical core (ONNX Runtime's choice)."""
     exactness: Exactness = "exact"

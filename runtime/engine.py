@@ -60,13 +60,20 @@ class Engine:
     """Owns lanes, pool and prefix cache of a backend. Threads may share it."""
 
     def __init__(
-        self, backend: Backend, config: ModelConfig, kv: str, num_blocks: int, root: Root
+        self,
+        backend: Backend,
+        config: ModelConfig,
+        kv: str,
+        num_blocks: int,
+        root: Root,
+        *,
+        prefix_cache: bool = True,
     ) -> None:
         """Allocates the pool. Raises MemoryError."""
         self.backend, self.facts, self.root = backend, backend.facts, root
         self.arrays = PoolArrays(PoolShape(config, kv, num_blocks))
         self.pool = BlockPool(num_blocks)
-        self.cache = PrefixCache(self.pool)
+        self.cache = PrefixCache(self.pool, is_on=prefix_cache)
         self.lock = threading.Condition(threading.Lock())
         self._lanes = Lanes(self.facts.lanes)
         self.passes = Passes(backend, self._lanes, self.lock)
@@ -229,8 +236,10 @@ class Engine:
     def pin(self, token_ids: Ids[int]) -> int:
         """Computes a prefix and keeps its full blocks for good. Returns the tokens pinned.
 
-        Raises PoolFullError, ContextFullError.
+        Raises PoolFullError, ContextFullError; UsageError where nothing can be found again.
         """
+        if not self.cache.is_on:
+            raise UsageError("the prefix cache is off, and pins are kept in it; leave it on")
         sequence = self.sequence()
         sequence.require_room(len(token_ids))
         sequence.append(token_ids)

@@ -107,7 +107,14 @@ class LLM:
         )
         root = Root(manifest.kv, self.config.exactness, self.bundle.target_identity())
         num_blocks = self.config.pool_blocks(manifest.config)
-        self.engine = Engine(self.backend, manifest.config, manifest.kv, num_blocks, root)
+        self.engine = Engine(
+            self.backend,
+            manifest.config,
+            manifest.kv,
+            num_blocks,
+            root,
+            prefix_cache=self.config.prefix_cache,
+        )
 
     @property
     def sampling_defaults(self) -> Mapping[str, float]:

@@ -80,8 +80,9 @@ class PrefixCache:
     a stream that is so for `RingState.num_indexable_blocks` blocks and no others.
     """
 
-    def __init__(self, pool: BlockPool, hash_block: Hash = chained) -> None:
-        self._pool, self._hash = pool, hash_block
+    def __init__(self, pool: BlockPool, hash_block: Hash = chained, *, is_on: bool = True) -> None:
+        """Switched off, it takes in nothing, and so finds nothing."""
+        self._pool, self._hash, self.is_on = pool, hash_block, is_on
         self._roots: dict[Root, _Node] = {}
         self._by_key: dict[bytes, _Node] = {}
         self._by_block: dict[int, _Node] = {}
@@ -137,6 +138,8 @@ class PrefixCache:
         """
         with self._pool.lock:
             kept = list(block_ids)
+            if not self.is_on:
+                return kept
             node = self._by_block.get(kept[start - 1]) if start else self._root(root)
             for entry in range(start, min(len(token_ids) // BLOCK_TOKENS, len(kept))):
                 if node is None:

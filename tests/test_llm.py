@@ -111,6 +111,15 @@ def test_unrelated_conversations_are_remembered(tiny_bundle: Path, shared_cache:
                 assert computed == (40 if first else 8)  # two whole blocks are known
 
 
+def test_switched_off_the_prefix_cache_finds_nothing(tiny_bundle: Path, shared_cache: Path) -> None:
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    with LLM(tiny_bundle, cache=shared_cache, prefix_cache=False) as off:
+        assert [off.generate([5] * 40, params).timings.prefill_tokens for _ in range(2)] == [40, 40]
+        assert off.engine.check().cached == 0
+        with pytest.raises(UsageError, match="prefix cache is off"):
+            off.pin([5] * 40)
+
+
 def test_time_before_the_first_piece_is_asked_for_does_not_count(llm: LLM) -> None:
     answer = llm.generate(PROMPT, HOT, stream=True)
     time.sleep(0.5)

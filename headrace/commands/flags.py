@@ -131,8 +131,11 @@ def _option(field: dataclasses.Field[Any], doc: str) -> Callable[[F], F]:
     elif field.default is not None and not kind.get("is_flag"):
         doc += f" Default: {field.default}."
     # Unset is None, so that what the model sets can come before our defaults.
+    flag = field.name.replace("_", "-")
+    if field.default is True:
+        kind, flag = {}, f"{flag}/--no-{flag}"
     default = {} if kind.get("multiple") or kind.get("is_flag") else {"default": None}
-    return click.option(f"--{field.name.replace('_', '-')}", help=doc, **kind, **default)
+    return click.option(f"--{flag}", help=doc, **kind, **default)
 
 
 def field_docs(record: type) -> dict[str, str]:

@@ -57,7 +57,9 @@ from headrace.runtime.request import SamplingParams
     "generation_config. Default: headrace.",
 )
 @sampling_flags
-@runtime_flags("ctx", "lanes", "pool", "threads", "exactness", "ram", "reserve", "mlock")
+@runtime_flags(
+    "ctx", "lanes", "pool", "prefix_cache", "threads", "exactness", "ram", "reserve", "mlock"
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
 @click.option("--stats", is_flag=True, help="Print speed and memory on stderr afterwards.")
 def command(bundle: Path, prompt: str | None, **flags: Any) -> None:
