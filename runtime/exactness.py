@@ -11,6 +11,10 @@ from headrace.models.config import ModelConfig
 MIN_DECLARED_ROWS = 2
 """A lane that declares one row gets another attention kernel, and other last bits."""
 
+QUERY_BLOCK = 16
+"""The attention operator takes a lane's rows in blocks of `2 * head_dim`, fewer on a small L2 cache,
+but always a multiple of this; a last block of one row gets another kernel, like a single row."""
+
 MAX_EXACT_HEAD_DIM = 128
 """Above it, x86 kernels of a float cache depend on the width of the pass."""
 
@@ -32,7 +36,10 @@ class Machine:
 def declared_rows(past: int, num_rows: int, machine: Machine) -> int:
     """Rows to declare to the attention operator for `num_rows` real ones, padding included."""
     declared = max(num_rows, MIN_DECLARED_ROWS)
-    return declared + -(past + declared) % machine.row_multiple
+    declared += -(past + declared) % machine.row_multiple
+    if declared % QUERY_BLOCK == 1:
+        declared += machine.row_multiple
+    return declared
 
 
 def is_exact(config: ModelConfig, kv: str, machine: Machine) -> bool:

@@ -8,6 +8,7 @@ import pytest
 from exported import backend, logits_of, smollm2
 from tiny_checkpoints import DATA
 
+from headrace.models.iospec import SPARE_SLOTS
 from headrace.models.manifest import Bundle
 from headrace.runtime.batch import F32, LaneRows, chain
 from headrace.runtime.exactness import Machine, declared_rows
@@ -141,11 +142,34 @@ def test_never_one_row_and_on_arm_multiples_of_four() -> None:
     x86, arm = Machine("x86_64", 1), Machine("aarch64", 4)
     for past in range(40):
         for rows in range(20):
-            assert declared_rows(past, rows, x86) == max(2, rows)
+            splits = rows > 1 and rows % 16 == 1
+            assert declared_rows(past, rows, x86) == max(2, rows) + splits
             declared = declared_rows(past, rows, arm)
             assert declared >= max(2, rows)
             assert (past + declared) % 4 == 0
-            assert declared - rows <= 5
+            assert declared - rows <= 7
+
+
+@pytest.mark.parametrize("machine", [Machine("x86_64", 1), Machine("aarch64", 4)], ids=str)
+def test_padding_stays_within_the_spare_slots(machine: Machine) -> None:
+    """Of a lane of whole blocks, whatever its past, and never leaves a block of one row."""
+    for slots in range(16, 320, 16):
+        for rows in range(min(slots, 256) + 1):
+            for past in {0, (slots - rows) // 2, slots - rows}:
+                declared = declared_rows(past, rows, machine)
+                assert past + declared <= slots + SPARE_SLOTS
+                assert declared % 16 != 1
+
+
+def test_a_pass_whose_last_block_of_queries_has_one_row(
+    bundle: Bundle, ids: npt.NDArray[np.int64]
+) -> None:
+    """The operator takes 128 rows at a time where heads have 64 values."""
+    longer = np.concatenate([ids, ids[:9]])
+    runner = backend(bundle, capacity=160)
+    runner.forward([chain(0, longer[:64], 0)])
+    expected = runner.forward([chain(0, longer[64:], 64, (64,))]).copy()
+    assert (runner.forward([chain(0, longer, 0, (128,))]) == expected).all()
 
 
 def test_all_logits_agree_with_single_steps(runner: OrtBackend, ids: npt.NDArray[np.int64]) -> None:

@@ -15,7 +15,7 @@ from tiny_gguf import write_gguf
 from headrace.export.build import ExportOptions, export
 from headrace.models.manifest import Bundle
 
-WIDTHS = ([1], [2], [7], [16], [3, 1, 9, 2])
+WIDTHS = ([1], [2], [7], [16], [17], [3, 1, 9, 2])
 
 
 def assert_exact(bundle: Bundle, name: str) -> None:
