@@ -89,7 +89,8 @@ def session_options(
     options.graph_optimization_level = (
         ort.GraphOptimizationLevel.ORT_DISABLE_ALL if prepared else _LEVEL
     )
-    options.add_session_config_entry("session.intra_op.allow_spinning", str(int(allow_spinning)))
+    if not allow_spinning:  # naming the default makes ONNX Runtime print a warning
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     return options
 
 
