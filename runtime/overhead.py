@@ -2,7 +2,7 @@
 
 A process of its own loads the prepared graph and runs the largest passes on empty memory. ONNX
 Runtime's memory arena grows to the largest pass it has seen and keeps that; attention needs next to
-nothing for the context's length (docs/design.md, "Memory").
+nothing for the context's length.
 """
 
 from __future__ import annotations

@@ -23,22 +23,11 @@ from headrace.models.manifest import Bundle
 from headrace.paths import cache_dir
 from headrace.runtime import memory
 from headrace.runtime.arena import ArenaShape
+from headrace.runtime.bill import Bill, Facts, Limit, bill, limit_here, require_fit, require_memory
 from headrace.runtime.config import RuntimeConfig
 from headrace.runtime.kv import PoolShape
 from headrace.runtime.overhead import Overhead, estimate
-from headrace.runtime.plan import (
-    Bill,
-    Facts,
-    Limit,
-    Wish,
-    bill,
-    largest_window,
-    limit_here,
-    plan,
-    require_fit,
-    require_memory,
-    suffices,
-)
+from headrace.runtime.plan import Wish, largest_window, plan, suffices
 from headrace.sizes import GIB, MIB, exact_size, parse_size, show_size
 
 MODEL = dataclasses.replace(open_checkpoint(str(TINY / "llama")).config, max_position=8192)

@@ -20,7 +20,8 @@ from headrace.runtime.config import RuntimeConfig
 from headrace.sizes import exact_size
 
 if TYPE_CHECKING:
-    from headrace.runtime.plan import Facts, Plan, Wish
+    from headrace.runtime.bill import Facts
+    from headrace.runtime.plan import Plan, Wish
 
 
 @click.command(name="plan")
@@ -50,10 +51,11 @@ def command(bundle: Path, **flags: Any) -> None:
     config = runtime_config(flags)
 
     from headrace.runtime import plan as planning
+    from headrace.runtime.bill import Facts, limit_here
 
     wish = planning.Wish(**{name: value for name, value in asked.items() if value is not None})
-    facts = planning.Facts.of(Bundle.open(bundle), cache_dir())
-    limit = planning.limit_here(facts, config)
+    facts = Facts.of(Bundle.open(bundle), cache_dir())
+    limit = limit_here(facts, config)
     plan = planning.plan(facts, config, wish, limit)
     run_line = shlex.join(["headrace", "run", str(bundle), *_run_flags(plan.config)])
     if as_json:
