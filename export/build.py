@@ -1,4 +1,4 @@
-"""`headrace export`: a checkpoint becomes a bundle, whole or not at all."""
+"""`headrace export`: a checkpoint, or two of them, become a bundle, whole or not at all."""
 
 from __future__ import annotations
 
@@ -9,68 +9,37 @@ import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
-
-import numpy as np
-import numpy.typing as npt
-import tokenizers
 
 import headrace
-from headrace.errors import (
-    ExportError,
-    StorageError,
-    TokenizerMismatchError,
-    UnsupportedModelError,
-    UsageError,
-)
-from headrace.export import check
-from headrace.export.calibrate import FloatWeights, Observation, observe
-from headrace.export.checkpoint import Checkpoint, TokenizerSource, open_checkpoint
-from headrace.export.decoder import ReadMatrix, build_target
-from headrace.export.layers import KvScales, Matrix
-from headrace.export.options import QUANTS, ExportOptions
-from headrace.export.quantize import F32, QuantMatrix, quantize_int4, quantize_int8
-from headrace.export.tokenizer import drop_tokens_without_row
+from headrace.errors import StorageError, UsageError
+from headrace.export.checkpoint import Checkpoint, open_checkpoint
+from headrace.export.draft import Draft, find_draft
+from headrace.export.model import ModelJob, WrittenModel, needs_calibration, write_model
+from headrace.export.options import QUANTS, DraftOptions, ExportOptions
+from headrace.export.report import Reporter, Silent
+from headrace.export.text import I64, Text, read_text
 from headrace.intact import sha256
 from headrace.models.iospec import KV_DTYPES
 from headrace.models.manifest import (
+    DRAFT,
     MANIFEST,
     TARGET,
     TOKENIZER,
+    VOCAB_MAP,
     FileRecord,
     Manifest,
-    Parity,
     TokenizerRecord,
 )
 from headrace.models.plantlog import calibration_text, sample_log
+from headrace.models.records import DraftRecord
 
-__all__ = ["QUANTS", "ExportOptions", "Reporter", "Silent", "export"]
+__all__ = ["QUANTS", "DraftOptions", "ExportOptions", "Reporter", "Silent", "export"]
 
 _MAX_TOKENS, _MIN_TOKENS = 1024, 16
 """Of a calibration text."""
 _PARITY_TOKENS = 512
-
-
-class Reporter(Protocol):
-    """Hears of long work as it goes on."""
-
-    def stage(self, title: str, steps: int | None = None) -> None:
-        """Something that takes `steps` calls of `advance`, or an unknown time, begins."""
-        ...
-
-    def advance(self) -> None: ...
-
-
-class Silent:
-    """A Reporter that says nothing."""
-
-    def stage(self, title: str, steps: int | None = None) -> None:
-        """See Reporter."""
-
-    def advance(self) -> None:
-        """See Reporter."""
 
 
 def export(
@@ -82,132 +51,128 @@ def export(
     """Writes the bundle `out` from a .gguf file, a Hugging Face folder or a hub id.
 
     Raises:
-        SourceError: the checkpoint cannot be read, or is of an unknown kind.
-        ExportError: the graph is too far from the float reference.
+        SourceError: a checkpoint cannot be read, or is of an unknown kind.
+        TokenizerMismatchError: the draft's tokenizer does not suit the target.
+        ExportError: a graph is too far from the float reference.
         StorageError: `out` cannot be written. Nothing is left behind in any of these cases.
-        UsageError: an option is unknown, or `out` exists.
+        UsageError: an option is unknown or out of range, or `out` exists.
     """
     options, report = options or ExportOptions(), report or Silent()
     if options.kv not in KV_DTYPES:
         raise UsageError(f"kv: got {options.kv!r}, allowed are {', '.join(KV_DTYPES)}")
-    if options.quant not in (None, *QUANTS):
-        raise UsageError(f"quant: got {options.quant!r}, allowed are {', '.join(QUANTS)}")
+    _check_quant("quant", options.quant)
+    if options.draft is not None:
+        _check_quant("draft_quant", options.draft.quant)
     if out.exists():
         raise UsageError(f"{out}: exists already; choose another name or remove it")
-    report.stage(f"reading {source}")
-    checkpoint = open_checkpoint(source)
-    quant = options.quant or ("keep" if checkpoint.kind == "gguf" else "int4")
+    inputs = _inputs(source, options, report)
     with _whole_or_absent(out) as folder:
-        return _Export(checkpoint, quant, options, folder, report).run()
+        return _Export(inputs, options, folder, report).run()
+
+
+def _check_quant(name: str, quant: str | None) -> None:
+    if quant not in (None, *QUANTS):
+        raise UsageError(f"{name}: got {quant!r}, allowed are {', '.join(QUANTS)}")
+
+
+@dataclass(frozen=True, eq=False)
+class _Inputs:
+    """All that an export reads, found to be of use before anything is computed."""
+
+    target: Checkpoint
+    text: Text
+    quant: str
+    calibration: str | None
+    """The user's own text."""
+    draft: Draft | None
+    draft_quant: str
+
+
+def _inputs(source: str, options: ExportOptions, report: Reporter) -> _Inputs:
+    report.stage(f"reading {source}")
+    target = open_checkpoint(source)
+    text, draft, draft_quant = Text.of(target), None, ""
+    if options.draft is not None:
+        report.stage(f"draft: reading {options.draft.source}")
+        draft = find_draft(options.draft, text)
+        draft_quant = _quant(options.draft.quant, draft.checkpoint)
+    quant = _quant(options.quant, target)
+    used = needs_calibration(quant, options.kv) or draft_quant == "int4"
+    if options.calibrate is not None and not used:
+        raise UsageError(
+            f"calibrate: nothing here goes by a text; {options.calibrate} would serve --quant int4 "
+            "and --kv int8 only"
+        )
+    calibration = None if options.calibrate is None else read_text(options.calibrate, "calibrate")
+    return _Inputs(target, text, quant, calibration, draft, draft_quant)
+
+
+def _quant(wanted: str | None, checkpoint: Checkpoint) -> str:
+    return wanted or ("keep" if checkpoint.kind == "gguf" else "int4")
 
 
 class _Export:
     """One run of `export`, into a temporary folder."""
 
     def __init__(
-        self,
-        checkpoint: Checkpoint,
-        quant: str,
-        options: ExportOptions,
-        folder: Path,
-        report: Reporter,
+        self, inputs: _Inputs, options: ExportOptions, folder: Path, report: Reporter
     ) -> None:
-        self.checkpoint, self.quant, self.options = checkpoint, quant, options
+        self.inputs, self.options = inputs, options
         self.folder, self.report = folder, report
-        text = checkpoint.tokenizer()
-        # Gemma3's text models come with a token for images that has no row.
-        fitted, _ = drop_tokens_without_row(text.tokenizer_json, checkpoint.config.vocab_size)
-        self.text = replace(text, tokenizer_json=fitted)
-        self.tokenizer = _load_tokenizer(self.text, checkpoint)
+        text = sample_log(num_lines=12, seed=1) + calibration_text()
+        self.parity_ids = inputs.text.encode(text, _PARITY_TOKENS)
 
     def run(self) -> Manifest:
-        config, kv = self.checkpoint.config, self.options.kv
-        graph = self.folder / TARGET
-        graph.parent.mkdir(parents=True)
-        seen = self.calibration()
-        scales = seen.kv_scales() if seen and kv == "int8" else None
-        self.report.stage(f"writing the {self.quant} graph", config.num_layers)
-        build_target(
-            graph,
-            config,
-            self.matrices(seen),
-            self.vector,
-            kv=kv,
-            kv_scales=scales,
-            on_layer=lambda layer: self.report.advance(),
-        )
-        parity, clipping = self.check(graph, scales)
-        (self.folder / TOKENIZER).write_text(self.text.tokenizer_json, encoding="utf-8")
-        manifest = self.manifest(parity, clipping)
+        tokenizer = self.folder / TOKENIZER
+        tokenizer.write_text(self.inputs.text.source.tokenizer_json, encoding="utf-8")
+        target = self.target()
+        draft = self.draft(self.inputs.draft, target) if self.inputs.draft else None
+        manifest = self.manifest(target, draft)
         data = json.dumps(manifest.to_json(), indent=1, ensure_ascii=False)
         (self.folder / MANIFEST).write_text(data + "\n", encoding="utf-8")
         return manifest
 
-    def calibration(self) -> Observation | None:
+    def target(self) -> WrittenModel:
+        job = ModelJob(
+            self.inputs.target,
+            self.inputs.quant,
+            self.options.kv,
+            self.calibration_ids(self.inputs.text),
+            parity_ids=self.parity_ids,
+            parity_columns=self.parity_ids,
+            force=self.options.force,
+            role="target",
+        )
+        return write_model(job, self.folder / TARGET, self.report)
+
+    def draft(self, draft: Draft, target: WrittenModel) -> DraftRecord:
+        ids = draft.reads(self.parity_ids)
+        job = ModelJob(
+            draft.checkpoint,
+            self.inputs.draft_quant,
+            self.options.kv,
+            self.calibration_ids(draft.text),
+            parity_ids=ids,
+            parity_columns=draft.columns(ids),
+            force=self.options.force,
+            role="draft",
+        )
+        written = write_model(job, self.folder / DRAFT, self.report)
+        draft.vocab_map.save(self.folder / VOCAB_MAP)
+        return draft.record(written, target.logits, sha256(self.folder / TOKENIZER))
+
+    def calibration_ids(self, text: Text) -> I64:
         """The float pass that int8 caches and the int4 search need."""
-        path = self.options.calibrate
-        if self.options.kv != "int8" and self.quant != "int4":
-            if path is not None:
-                raise UsageError(
-                    f"calibrate: nothing here goes by a text; {path} would serve --quant int4 and "
-                    "--kv int8 only"
-                )
-            return None
-        ids = self.encode(calibration_text() if path is None else _read_text(path), _MAX_TOKENS)
-        if path is not None and len(ids) < _MIN_TOKENS:
+        own = self.inputs.calibration
+        ids = text.encode(calibration_text() if own is None else own, _MAX_TOKENS)
+        if own is not None and len(ids) < _MIN_TOKENS:
             raise UsageError(
-                f"calibrate: {path} has {len(ids)} tokens, at least {_MIN_TOKENS} are needed; "
-                "give a text like those in service"
+                f"calibrate: {self.options.calibrate} has {len(ids)} tokens, at least "
+                f"{_MIN_TOKENS} are needed; give a text like those in service"
             )
-        self.report.stage("calibrating")
-        return observe(self.checkpoint, ids)
+        return ids
 
-    def matrices(self, seen: Observation | None) -> ReadMatrix:
-        """How weight matrices are stored, by the chosen quantisation."""
-        read = FloatWeights(self.checkpoint)
-        energy = seen.energy if seen else {}
-
-        def keep(name: str) -> Matrix:
-            weight = self.checkpoint.read(name)
-            return weight if isinstance(weight, QuantMatrix) else quantize_int8(weight)
-
-        def int4(name: str) -> Matrix:
-            if name in ("model.embed_tokens.weight", "lm_head.weight"):
-                return quantize_int8(read[name])
-            return quantize_int4(read[name], energy.get(name.removesuffix(".weight")))
-
-        forms: dict[str, ReadMatrix] = {
-            "keep": keep,
-            "int8": lambda name: quantize_int8(read[name]),
-            "int4": int4,
-            "f32": lambda name: read[name],
-        }
-        return forms[self.quant]
-
-    def vector(self, name: str) -> F32:
-        return FloatWeights(self.checkpoint)[name]
-
-    def check(
-        self, graph: Path, scales: list[KvScales] | None
-    ) -> tuple[Parity, dict[str, float] | None]:
-        """Parity on a text other than the calibration's; raises ExportError."""
-        config, kv = self.checkpoint.config, self.options.kv
-        ids = self.encode(sample_log(num_lines=12, seed=1) + calibration_text(), _PARITY_TOKENS)
-        self.report.stage("checking against the float reference")
-        seen = observe(self.checkpoint, ids)
-        logits = check.run_graph(graph, config, kv, ids)
-        parity = check.compare(logits, seen.logits, ids, check.limit(self.quant, kv))
-        check.gate(parity, self.options.force)
-        return parity, seen.clipping(scales) if scales else None
-
-    def encode(self, text: str, max_tokens: int) -> npt.NDArray[np.int64]:
-        """Token ids with the start token before them: its keys are unlike all others."""
-        ids = self.tokenizer.encode(text, add_special_tokens=False).ids
-        if self.text.bos_id is not None:
-            ids = [self.text.bos_id, *ids]
-        return np.array(ids[: min(max_tokens, self.checkpoint.config.max_position)], np.int64)
-
-    def manifest(self, parity: Parity, clipping: dict[str, float] | None) -> Manifest:
+    def manifest(self, target: WrittenModel, draft: DraftRecord | None) -> Manifest:
         files = sorted(p for p in self.folder.rglob("*") if p.is_file())
         self.report.stage("hashing", len(files))
         records = {}
@@ -215,49 +180,17 @@ class _Export:
             name = path.relative_to(self.folder).as_posix()
             records[name] = FileRecord(path.stat().st_size, sha256(path))
             self.report.advance()
+        checkpoint, text = self.inputs.target, self.inputs.text.source
         return Manifest(
-            name=self.options.name or self.checkpoint.name,
+            name=self.options.name or checkpoint.name,
             created_by=f"headrace {headrace.__version__}",
-            source=self.checkpoint.kind,
-            config=self.checkpoint.config,
-            quant=self.quant,
-            kv=self.options.kv,
-            tokenizer=TokenizerRecord(
-                self.text.chat_template, self.text.bos_id, self.text.eos_ids, self.text.add_bos
-            ),
-            sampling=self.checkpoint.sampling,
-            parity=parity,
-            kv_clipping=clipping,
+            source=checkpoint.kind,
+            target=target.record,
+            tokenizer=TokenizerRecord(text.chat_template, text.bos_id, text.eos_ids, text.add_bos),
+            sampling=checkpoint.sampling,
             files=records,
+            draft=draft,
         )
-
-
-def _load_tokenizer(text: TokenizerSource, checkpoint: Checkpoint) -> tokenizers.Tokenizer:
-    try:
-        tokenizer = tokenizers.Tokenizer.from_str(text.tokenizer_json)
-    except Exception as error:
-        raise ExportError(f"{checkpoint.name}: its tokenizer does not load: {error}") from error
-    kind = type(tokenizer.model).__name__
-    if kind != "BPE":
-        # The others find control tokens in plain text by themselves.
-        raise UnsupportedModelError(
-            f"{checkpoint.name}: a tokenizer of kind {kind}, known are BPE ones (byte-level and "
-            "SentencePiece-style)"
-        )
-    highest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
-    if highest >= checkpoint.config.vocab_size:
-        raise TokenizerMismatchError(
-            f"{checkpoint.name}: the tokenizer has token id {highest}, the model's vocabulary is "
-            f"{checkpoint.config.vocab_size}; they do not belong together"
-        )
-    return tokenizer
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"calibrate: {path} is not a readable UTF-8 text: {error}") from error
 
 
 @contextmanager

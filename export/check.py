@@ -1,8 +1,11 @@
-"""Parity: the exported graph against the float32 reference of the same checkpoint."""
+"""Parity: the exported graph against the float32 reference of the same checkpoint; and agreement:
+a draft's graph against its target's.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +15,7 @@ from headrace.errors import ExportError
 from headrace.export.quantize import F32
 from headrace.models.config import ModelConfig
 from headrace.models.iospec import KV_DTYPES, SPARE_SLOTS, kv_names, present_names
-from headrace.models.manifest import Parity
+from headrace.models.records import Agreement, Parity
 from headrace.models.rope import cos_sin
 
 LIMITS = {"f32": 1e-5, "int8": 0.02, "keep": 0.02, "int4": 0.10}
@@ -20,6 +23,9 @@ LIMITS = {"f32": 1e-5, "int8": 0.02, "keep": 0.02, "int4": 0.10}
 
 INT8_CACHE_LIMIT = 0.02
 """Added for an int8 cache."""
+
+Role = Literal["target", "draft"]
+"""Which of a bundle's models."""
 
 _ROWS = 32
 
@@ -87,22 +93,26 @@ def _run_rows(
         io.bind_ortvalue_output(present_name, value)
     io.bind_output("logits")
     session.run_with_iobinding(io)
-    logits = next(v for v in io.get_outputs() if v.shape() == [declared, config.vocab_size])
+    logits = next(v for v in io.get_outputs() if v.shape() == [declared, config.num_logits])
     return np.asarray(logits.numpy()[:num_rows], dtype=np.float32).copy()
 
 
-def compare(logits: F32, reference: F32, token_ids: npt.NDArray[np.int64], max_kl: float) -> Parity:
-    """Figures of a graph's logits [T, V] beside the reference's on the same text."""
+def compare(logits: F32, reference: F32, columns: npt.NDArray[np.int64], max_kl: float) -> Parity:
+    """Figures of a graph's logits [T, V] beside the reference's on the same text.
+
+    `columns` are the text's tokens as columns of the logits: their ids, but with a trimmed head,
+    where -1 is a token without one. Perplexity leaves those out.
+    """
     kls, agree, surprise = [], [], [[], []]  # type: tuple[list[float], list[bool], list[list[float]]]
-    for row in range(len(token_ids)):
+    for row in range(len(columns)):
         p, q = _log_softmax(reference[row]), _log_softmax(logits[row])
         kls.append(float(np.sum(np.exp(p) * (p - q))))
         agree.append(bool(p.argmax() == q.argmax()))
-        if row + 1 < len(token_ids):
+        if row + 1 < len(columns) and columns[row + 1] >= 0:
             for which, log_probs in enumerate((q, p)):
-                surprise[which].append(-float(log_probs[token_ids[row + 1]]))
+                surprise[which].append(-float(log_probs[columns[row + 1]]))
     return Parity(
-        tokens=len(token_ids),
+        tokens=len(columns),
         mean_kl=float(np.mean(kls)),
         max_kl=float(np.max(kls)),
         top1_agreement=float(np.mean(agree)),
@@ -112,12 +122,29 @@ def compare(logits: F32, reference: F32, token_ids: npt.NDArray[np.int64], max_k
     )
 
 
-def gate(parity: Parity, force: bool) -> None:
+def agreement(target: F32, draft: F32, to_target: npt.NDArray[np.int32]) -> Agreement:
+    """Figures of a draft's logits [T, R] beside its target's [T, V] on the same text.
+
+    Columns of the draft that `to_target` [R] gives no target id are never proposed, so they take
+    no part.
+    """
+    columns = np.flatnonzero(to_target >= 0)
+    ids = to_target[columns]
+    same, overlaps = [], []
+    for p_row, q_row in zip(target, draft, strict=True):
+        p, q = np.exp(_log_softmax(p_row)), np.exp(_log_softmax(q_row[columns]))
+        same.append(bool(p.argmax() == ids[q.argmax()]))
+        overlaps.append(float(np.minimum(p[ids], q).sum()))
+    return Agreement(len(same), float(np.mean(same)), float(np.mean(overlaps)))
+
+
+def gate(parity: Parity, force: bool, role: Role = "target") -> None:
     """Raises ExportError for a graph that is too far from its reference."""
     if not parity.mean_kl <= parity.limit and not force:
+        label, flag = ("", "--quant") if role == "target" else ("draft: ", "--draft-quant")
         raise ExportError(
-            f"parity: mean KL {parity.mean_kl:.4g} is above {parity.limit:g}; "
-            "choose a finer --quant or --kv, give --calibrate a typical text, or insist with --force"
+            f"{label}parity: mean KL {parity.mean_kl:.4g} is above {parity.limit:g}; "
+            f"choose a finer {flag} or --kv, give --calibrate a typical text, or insist with --force"
         )
 
 

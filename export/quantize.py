@@ -48,6 +48,12 @@ class QuantMatrix:
     def shape(self) -> tuple[int, int]:
         return self.codes.shape[0], self.columns
 
+    @property
+    def stored_bytes(self) -> int:
+        """What it takes in a graph's data file."""
+        parts = [p for p in (self.scales, self.offsets, self.zero_points) if p is not None]
+        return self.codes.size * self.bits // 8 + sum(part.nbytes for part in parts)
+
     def dequantize(self) -> F32:
         """The float32 matrix [N, K] that this one stands for."""
         zero: np.float32 | F32 = np.float32(2 ** (self.bits - 1))

@@ -49,6 +49,8 @@ class ModelConfig:
     """Tokens that a sliding layer sees, its own included."""
     layer_types: tuple[LayerType, ...] = ()
     tied_head: bool = True
+    head_size: int | None = None
+    """Rows of a head that keeps a part of the vocabulary (drafts); None is all of it."""
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -71,6 +73,12 @@ class ModelConfig:
         assert self.num_heads % self.num_kv_heads == 0
         assert len(self.rope.inv_freq) * 2 == self.head_dim
         assert not self.has_local_layers or self.sliding_window
+        assert self.head_size is None or not self.tied_head
+
+    @property
+    def num_logits(self) -> int:
+        """Width of the graph's `logits`."""
+        return self.vocab_size if self.head_size is None else self.head_size
 
     @property
     def has_local_layers(self) -> bool:
@@ -82,7 +90,10 @@ class ModelConfig:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
     def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        data = dataclasses.asdict(self)
+        if self.head_size is None:
+            del data["head_size"]  # 0.1.0 would not know it, and reads all that do without
+        return data
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> ModelConfig:

@@ -326,7 +326,7 @@ def weights(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         "model.norm.weight": (hidden,),
     }
     if not config.tied_head:
-        table["lm_head.weight"] = (config.vocab_size, hidden)
+        table["lm_head.weight"] = (config.num_logits, hidden)
     for i in range(config.num_layers):
         for name, (rows, columns, bias) in linears.items():
             table[f"model.layers.{i}.{name}.weight"] = (rows, columns)

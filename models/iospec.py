@@ -1,4 +1,4 @@
-"""The target graph's inputs and outputs: the one place that names them.
+"""The inputs and outputs of the target graph, and of a draft's for the CPU: named here alone.
 
 The exporter declares the graph by this table, the manifest stores nothing of it, the runtime takes
 KV names and types from it, and `headrace inspect` prints it.
@@ -44,7 +44,7 @@ def _kv_shape(config: ModelConfig) -> tuple[int | str, ...]:
 
 
 def target_inputs(config: ModelConfig, kv: str) -> list[TensorSpec]:
-    """Inputs of the target graph in graph order. `kv` is a key of KV_DTYPES."""
+    """Inputs of the graph in graph order. `kv` is a key of KV_DTYPES."""
     half = config.head_dim // 2
     specs = [
         TensorSpec("input_ids", "int64", (LANES, ROWS)),
@@ -74,8 +74,8 @@ def target_inputs(config: ModelConfig, kv: str) -> list[TensorSpec]:
 
 
 def target_outputs(config: ModelConfig, kv: str) -> list[TensorSpec]:
-    """Outputs of the target graph in graph order; present.* share the past's memory."""
-    specs = [TensorSpec("logits", "float32", (LOGIT_ROWS, config.vocab_size))]
+    """Outputs of the graph in graph order; present.* share the past's memory."""
+    specs = [TensorSpec("logits", "float32", (LOGIT_ROWS, config.num_logits))]
     for layer in range(config.num_layers):
         specs += [TensorSpec(n, KV_DTYPES[kv], _kv_shape(config)) for n in present_names(layer)]
     return specs

@@ -5,18 +5,22 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.errors import BundleError
+from headrace.errors import BundleError, TokenizerMismatchError
 from headrace.models.config import ModelConfig
 from headrace.models.iospec import KV_DTYPES
+from headrace.models.records import DraftRecord, ModelRecord
 
 MANIFEST = "bundle.json"
 TOKENIZER = "tokenizer.json"
 TARGET = "target/model.onnx"
 TARGET_DATA = "target/model.data"
+DRAFT = "draft/model.onnx"
+DRAFT_DATA = "draft/model.data"
+VOCAB_MAP = "draft/vocab_map.npz"
 VERSION = 1
 
 
@@ -40,39 +44,34 @@ class TokenizerRecord:
 
 
 @dataclass(frozen=True)
-class Parity:
-    """The exported graph against the float32 reference of the same checkpoint, on one text."""
-
-    tokens: int
-    mean_kl: float
-    """Mean Kullback-Leibler divergence of the graph's distribution from the reference's, nats."""
-    max_kl: float
-    top1_agreement: float
-    """Share of tokens at which both put the same token first."""
-    perplexity: float
-    reference_perplexity: float
-    limit: float
-    """The export fails above this mean_kl."""
-
-
-@dataclass(frozen=True)
 class Manifest:
     """Content of `bundle.json`."""
 
     name: str
     created_by: str
     source: str
-    config: ModelConfig
-    quant: str
-    kv: str
-    """Cache type, a key of `iospec.KV_DTYPES`."""
+    """Kind of the target's checkpoint, `gguf` or `huggingface`."""
+    target: ModelRecord
     tokenizer: TokenizerRecord
     sampling: dict[str, float]
     """The model's own sampling settings, by SamplingParams' names."""
-    parity: Parity | None
-    kv_clipping: dict[str, float] | None = None
-    """int8 cache: share of the parity text's keys and values that the calibrated steps clip."""
-    files: dict[str, FileRecord] = field(default_factory=dict)
+    files: dict[str, FileRecord]
+    draft: DraftRecord | None = None
+
+    @property
+    def config(self) -> ModelConfig:
+        """The target's."""
+        return self.target.config
+
+    @property
+    def quant(self) -> str:
+        """The target's."""
+        return self.target.quant
+
+    @property
+    def kv(self) -> str:
+        """The target's cache type."""
+        return self.target.kv
 
     def to_json(self) -> dict[str, Any]:
         data = {
@@ -81,13 +80,9 @@ class Manifest:
             "name": self.name,
             "created_by": self.created_by,
             "source": self.source,
-            "target": {
-                "config": self.config.to_json(),
-                "quant": self.quant,
-                "kv": self.kv,
-                "kv_clipping": self.kv_clipping,
-                "parity": vars(self.parity) if self.parity else None,
-            },
+            "target": self.target.to_json(),
+            # Programs that know no drafts ignore it, and give the same text.
+            **({} if self.draft is None else {"draft": self.draft.to_json()}),
             "tokenizer": vars(self.tokenizer),
             "sampling": self.sampling,
             "files": {name: vars(record) for name, record in self.files.items()},
@@ -97,44 +92,66 @@ class Manifest:
     @classmethod
     def from_json(cls, data: Any, where: Path) -> Manifest:
         """Inverse of `to_json`; raises BundleError for another format, version or content."""
-        if not isinstance(data, dict) or data.get("format") != "headrace-bundle":
-            raise BundleError(f"{where}: not a headrace bundle's {MANIFEST}")
-        version = data.get("version")
-        if version != VERSION:
-            newer = isinstance(version, int) and version > VERSION
-            advice = "update headrace" if newer else "export the model again"
-            raise BundleError(
-                f"{where}: bundle version {version!r}, this headrace reads {VERSION}; {advice}"
-            )
-        if data.get("sha256") != _digest(data):
-            raise BundleError(
-                f"{where}: its SHA-256 is not the one it was written with, so it was damaged or "
-                "edited; export or copy the bundle again"
-            )
+        _check_format(data, where)
         try:
-            target, tokenizer = data["target"], data["tokenizer"]
+            tokenizer, draft = data["tokenizer"], data.get("draft")
             manifest = cls(
                 name=data["name"],
                 created_by=data["created_by"],
                 source=data["source"],
-                config=ModelConfig.from_json(target["config"]),
-                quant=target["quant"],
-                kv=target["kv"],
-                kv_clipping=target["kv_clipping"],
-                parity=Parity(**target["parity"]) if target["parity"] else None,
+                target=ModelRecord.from_json(data["target"]),
                 tokenizer=TokenizerRecord(**{**tokenizer, "eos_ids": tuple(tokenizer["eos_ids"])}),
                 sampling=dict(data["sampling"]),
                 files={name: FileRecord(**record) for name, record in data["files"].items()},
+                draft=None if draft is None else DraftRecord.from_json(draft),
             )
         except (KeyError, TypeError, ValueError, AttributeError, AssertionError) as error:
             raise BundleError(
                 f"{where}: damaged or edited ({type(error).__name__}: {error}); "
                 "export the model again"
             ) from error
-        if manifest.kv not in KV_DTYPES:
-            known = ", ".join(KV_DTYPES)
-            raise BundleError(f"{where}: cache type {manifest.kv!r}, known are {known}")
+        manifest.check(where)
         return manifest
+
+    def check(self, where: Path) -> None:
+        """Raises BundleError if parts of it cannot belong together."""
+        models = [self.target] if self.draft is None else [self.target, self.draft]
+        for model in models:
+            if model.kv not in KV_DTYPES:
+                known = ", ".join(KV_DTYPES)
+                raise BundleError(f"{where}: cache type {model.kv!r}, known are {known}")
+        names = [TARGET, TARGET_DATA, TOKENIZER]
+        if self.draft is not None:
+            names += [DRAFT, DRAFT_DATA, VOCAB_MAP]
+        for name in names:
+            if name not in self.files:
+                raise BundleError(f"{where}: damaged or edited, it lists no {name}")
+        if self.draft is None:
+            return
+        fit, size = self.draft.vocabulary, self.config.vocab_size
+        if (fit.tokenizer_sha256, fit.target_size) != (self.files[TOKENIZER].sha256, size):
+            raise TokenizerMismatchError(
+                f"{where}: the draft {self.draft.name} was made for a target with another "
+                "tokenizer; export the two together (--draft)"
+            )
+
+
+def _check_format(data: Any, where: Path) -> None:
+    """Raises BundleError unless it is a whole manifest of a version that can be read."""
+    if not isinstance(data, dict) or data.get("format") != "headrace-bundle":
+        raise BundleError(f"{where}: not a headrace bundle's {MANIFEST}")
+    version = data.get("version")
+    if version != VERSION:
+        newer = isinstance(version, int) and version > VERSION
+        advice = "update headrace" if newer else "export the model again"
+        raise BundleError(
+            f"{where}: bundle version {version!r}, this headrace reads {VERSION}; {advice}"
+        )
+    if data.get("sha256") != _digest(data):
+        raise BundleError(
+            f"{where}: its SHA-256 is not the one it was written with, so it was damaged or "
+            "edited; export or copy the bundle again"
+        )
 
 
 def _digest(data: dict[str, Any]) -> str:
@@ -162,18 +179,25 @@ class Bundle:
             data = json.loads(where.read_bytes())
         except (OSError, ValueError, RecursionError) as error:
             raise BundleError(f"{where}: cannot be read: {error}") from error
-        bundle = cls(path, Manifest.from_json(data, where))
-        for name in (TARGET, TARGET_DATA, TOKENIZER):
-            if name not in bundle.manifest.files:
-                raise BundleError(f"{where}: damaged or edited, it lists no {name}")
-        return bundle
+        return cls(path, Manifest.from_json(data, where))
+
+    @property
+    def draft(self) -> DraftRecord | None:
+        return self.manifest.draft
 
     def file(self, name: str) -> Path:
         return self.path / name
 
     def target_identity(self) -> str:
         """Content hash of the target's graph and weights."""
-        parts = [self.manifest.files[name].sha256 for name in (TARGET, TARGET_DATA)]
+        return self._identity(TARGET, TARGET_DATA)
+
+    def draft_identity(self) -> str:
+        """The same of the draft's; there must be one."""
+        return self._identity(DRAFT, DRAFT_DATA)
+
+    def _identity(self, *names: str) -> str:
+        parts = [self.manifest.files[name].sha256 for name in names]
         return hashlib.sha256("".join(parts).encode()).hexdigest()
 
     def verify(self, is_intact: Callable[[Path, FileRecord], bool]) -> None:

@@ -41,7 +41,7 @@ def forward(
         observe: a listener for calibration.
 
     Returns:
-        [T, vocab_size] float32.
+        [T, num_logits] float32.
     """
     num_tokens = len(input_ids)
     if positions is None:

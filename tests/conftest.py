@@ -12,7 +12,7 @@ from commandline import CommandLine
 from tiny_checkpoints import TINY
 
 from headrace.export import demo_model
-from headrace.export.build import ExportOptions, export
+from headrace.export.build import DraftOptions, ExportOptions, export
 
 
 def pytest_configure() -> None:
@@ -34,6 +34,22 @@ def tiny_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     bundle = tmp_path_factory.mktemp("tiny") / "bundle"
     export(str(TINY / "llama"), bundle, ExportOptions(quant="f32"))
     return bundle
+
+
+@pytest.fixture(scope="session")
+def twin_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny llama as its own draft. Not to be changed."""
+    source, bundle = str(TINY / "llama"), tmp_path_factory.mktemp("twins") / "bundle"
+    export(source, bundle, ExportOptions(quant="f32", draft=DraftOptions(source, quant="f32")))
+    return bundle
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """A text of few different tokens."""
+    path = tmp_path / "corpus"
+    path.write_text("pump 3 pressure 4.2 bar\n" * 50 + "valve 12\n")
+    return path
 
 
 @pytest.fixture(scope="session")

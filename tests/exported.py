@@ -12,7 +12,7 @@ import onnxruntime as ort
 import headrace.export
 import headrace.models
 from headrace.export import demo_model
-from headrace.export.build import ExportOptions, export
+from headrace.export.build import DraftOptions, ExportOptions, export
 from headrace.models.manifest import TARGET, Bundle
 from headrace.paths import cache_dir
 from headrace.runtime.batch import F32, chain
@@ -22,10 +22,27 @@ from headrace.runtime.prepare import session_options
 
 def smollm2(quant: str, kv: str) -> Bundle:
     """SmolLM2-135M-Instruct from the GGUF in the cache folder."""
-    out = cache_dir() / "test-bundles" / _code_hash() / f"smollm2-{quant}-{kv}"
+    return _smollm2(f"smollm2-{quant}-{kv}", ExportOptions(quant=quant, kv=kv))
+
+
+def smollm2_pair(
+    layers: tuple[int, ...] | None = None, *, quant: str = "keep", kv: str = "f16"
+) -> Bundle:
+    """SmolLM2 with itself as its draft, which is perfect, or with some of its own layers.
+
+    The first four make a poor one.
+    """
+    name = "all" if layers is None else "_".join(map(str, layers))
+    draft = DraftOptions(str(demo_model.obtain()), layers, quant)
+    options = ExportOptions(quant=quant, kv=kv, draft=draft)
+    return _smollm2(f"smollm2-{quant}-{kv}-draft-{name}", options)
+
+
+def _smollm2(name: str, options: ExportOptions) -> Bundle:
+    out = cache_dir() / "test-bundles" / _code_hash() / name
     if not out.exists():
         out.parent.mkdir(parents=True, exist_ok=True)
-        export(str(demo_model.obtain()), out, ExportOptions(quant=quant, kv=kv))
+        export(str(demo_model.obtain()), out, options)
     return Bundle.open(out)
 
 

@@ -42,6 +42,6 @@ def test_weights_kept_as_a_gguf_file_has_them(kind: Type, tmp_path: Path) -> Non
     write_gguf(TINY / "llama_wide", tmp_path / "m.gguf", kind)
     manifest = export(str(tmp_path / "m.gguf"), tmp_path / "b")
     assert manifest.quant == "keep"
-    assert manifest.parity is not None
-    assert manifest.parity.mean_kl < 0.02
+    assert manifest.target.parity is not None
+    assert manifest.target.parity.mean_kl < 0.02
     assert_exact(Bundle.open(tmp_path / "b"), "llama_wide")

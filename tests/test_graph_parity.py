@@ -86,10 +86,10 @@ def test_quantised_graphs_say_what_their_matrices_say(name: str, form: str, tmp_
 def test_an_int8_cache_stays_near(name: str, tmp_path: Path) -> None:
     options = ExportOptions(quant="f32", kv="int8", force=True)
     manifest = export(str(TINY / name), tmp_path / "b", options)
-    assert manifest.parity is not None
-    assert manifest.parity.mean_kl < 0.1
-    assert manifest.kv_clipping is not None
-    assert max(manifest.kv_clipping.values()) < 0.05
+    assert manifest.target.parity is not None
+    assert manifest.target.parity.mean_kl < 0.1
+    assert manifest.target.kv_clipping is not None
+    assert max(manifest.target.kv_clipping.values()) < 0.05
 
 
 def test_smollm2_as_float32_equals_transformers() -> None:
@@ -105,7 +105,7 @@ def test_smollm2_as_float32_equals_transformers() -> None:
 
 @pytest.mark.parametrize(("quant", "kv", "limit"), [("int8", "f16", 0.02), ("keep", "f16", 0.02)])
 def test_smollm2_quantised_stays_near_float32(quant: str, kv: str, limit: float) -> None:
-    parity = smollm2(quant, kv).manifest.parity
+    parity = smollm2(quant, kv).manifest.target.parity
     assert parity is not None
     assert parity.mean_kl < limit
     assert parity.top1_agreement > 0.9

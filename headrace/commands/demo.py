@@ -93,7 +93,7 @@ def _show_again(bundle: Path) -> None:
     opened = Bundle.open(bundle)
     verify(opened, cache_dir(), say)
     say("the bundle is there already; its figures from the export:")
-    print_facts(str(bundle), parity_facts(opened.manifest.parity))
+    print_facts(str(bundle), parity_facts(opened.manifest.target.parity))
 
 
 def _export(source: Path, bundle: Path) -> None:

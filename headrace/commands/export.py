@@ -12,10 +12,10 @@ from typing import Any
 
 import click
 
-from headrace.commands.summary import manifest_facts, parity_facts
+from headrace.commands.summary import draft_facts, manifest_facts, parity_facts
 from headrace.commands.terminal import print_facts, reporter
-from headrace.errors import HeadraceError
-from headrace.export.options import QUANTS, ExportOptions
+from headrace.errors import HeadraceError, UsageError
+from headrace.export.options import QUANTS, DraftOptions, ExportOptions, parse_layers
 from headrace.models.iospec import KV_DTYPES
 
 _DEFAULTS = ExportOptions()
@@ -53,7 +53,41 @@ _LIBRARIES = ("gguf", "huggingface_hub", "ml_dtypes", "onnx", "safetensors")
     "of keys and values. Default: a built-in text of plant logs, questions and answers.",
 )
 @click.option("--force", is_flag=True, help="Keep a bundle that fails its parity check.")
-def command(source: str, output: Path, **options: Any) -> None:
+@click.option("--draft", metavar="SOURCE", help="Add a draft, see above: a SOURCE as the target's.")
+@click.option(
+    "--draft-layers",
+    metavar="LIST",
+    help="Keep these layers of the draft's, in this order: 0,1,2,3 or 0-3. Default: all.",
+)
+@click.option(
+    "--draft-quant",
+    type=click.Choice(QUANTS),
+    help="How the draft's weights are stored. Default: as --quant's, by the draft's source.",
+)
+@click.option(
+    "--vocab-keep",
+    metavar="K",
+    type=int,
+    help="Let the draft's head keep K tokens, the most frequent ones of --vocab-corpus. Control "
+    "tokens and single bytes are always among them.",
+)
+@click.option(
+    "--vocab-corpus",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    help="A text like those in service, for --vocab-keep. May be given several times.",
+)
+def command(
+    source: str,
+    output: Path,
+    draft: str | None,
+    draft_layers: str | None,
+    draft_quant: str | None,
+    vocab_keep: int | None,
+    vocab_corpus: tuple[Path, ...],
+    **options: Any,
+) -> None:
     """Make a bundle from a checkpoint.
 
     SOURCE is a .gguf file, a Hugging Face folder, or a hub id (org/name, org/name@revision).
@@ -73,20 +107,41 @@ def command(source: str, output: Path, **options: Any) -> None:
       int8  a quarter of the running memory; scales are calibrated at export
       f32   no rounding, for comparisons
 
+    A draft is a second, faster model that proposes tokens to the first. It must cut text as the
+    target does; its ids may differ. Without a trained one, the first layers of the target itself
+    serve as a poor one: --draft SOURCE --draft-layers 0-3.
+
     The result is compared with the float model. The export fails if it is too far off, and
     whatever fails or is interrupted leaves nothing behind.
     """
     started = time.monotonic()
+    layers = None if draft_layers is None else parse_layers(draft_layers)
+    made_of = _draft_options(draft, layers, draft_quant, vocab_keep, vocab_corpus)
     with export_libraries():
         from headrace.export.build import export
 
         with _one_interrupt(), reporter() as report:
-            manifest = export(source, output, ExportOptions(**options), report)
+            manifest = export(source, output, ExportOptions(**options, draft=made_of), report)
     seconds = time.monotonic() - started
     print_facts(
         str(output),
-        [*manifest_facts(manifest), *parity_facts(manifest.parity), ("time", f"{seconds:.1f} s")],
+        [
+            *manifest_facts(manifest),
+            *parity_facts(manifest.target.parity),
+            ("time", f"{seconds:.1f} s"),
+        ],
     )
+    if manifest.draft is not None:
+        print_facts("Draft", draft_facts(manifest.draft))
+
+
+def _draft_options(source: str | None, *choices: Any) -> DraftOptions | None:
+    """Raises UsageError for choices about a draft that there is not."""
+    if source is not None:
+        return DraftOptions(source, *choices)
+    if any(choice not in (None, ()) for choice in choices):
+        raise UsageError("--draft-layers, --draft-quant and --vocab-keep need --draft SOURCE")
+    return None
 
 
 @contextmanager

@@ -12,12 +12,19 @@ from typing import Any, Literal
 
 import click
 
-from headrace.commands.summary import kv_bytes_per_token, manifest_facts, parity_facts
+from headrace.commands.summary import (
+    draft_facts,
+    kv_bytes_per_token,
+    manifest_facts,
+    parity_facts,
+    span,
+)
 from headrace.commands.terminal import print_facts, print_table, say, size
 from headrace.errors import BundleError
 from headrace.intact import CheckMemory
 from headrace.models.iospec import TensorSpec, target_inputs, target_outputs
 from headrace.models.manifest import MANIFEST, TOKENIZER, Bundle, FileRecord
+from headrace.models.records import ModelRecord
 from headrace.paths import cache_dir
 
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -30,8 +37,8 @@ def command(path: Path, as_json: bool) -> None:
     """Show what is in a bundle or an ONNX file.
 
     Of a bundle: geometry, quantisation, bytes per token of keys and values, parity figures,
-    tokenizer, files and whether they still are what they were (exit code 1 if not), inputs and
-    outputs of the graph. Of an ONNX file: its inputs and outputs.
+    tokenizer, the draft, files and whether they still are what they were (exit code 1 if not),
+    inputs and outputs of the target's graph. Of an ONNX file: its inputs and outputs.
     """
     if path.is_file() and path.name != MANIFEST:
         from headrace.commands.onnx_file import inspect_onnx
@@ -86,12 +93,7 @@ def _bundle_json(bundle: Bundle, files: Sequence[_FileState]) -> dict[str, Any]:
         "name": manifest.name,
         "created_by": manifest.created_by,
         "source": manifest.source,
-        "config": manifest.config.to_json(),
-        "quant": manifest.quant,
-        "kv": manifest.kv,
-        "kv_bytes_per_token": kv_bytes_per_token(manifest.config, manifest.kv),
-        "kv_clipping": manifest.kv_clipping,
-        "parity": vars(manifest.parity) if manifest.parity else None,
+        **_model_json(manifest.target),
         "tokenizer": {
             "bos_id": tokenizer.bos_id,
             "eos_ids": tokenizer.eos_ids,
@@ -100,8 +102,17 @@ def _bundle_json(bundle: Bundle, files: Sequence[_FileState]) -> dict[str, Any]:
         },
         "sampling": manifest.sampling,
         "files": [dataclasses.asdict(file) for file in files],
-        "inputs": [vars(spec) for spec in target_inputs(manifest.config, manifest.kv)],
-        "outputs": [vars(spec) for spec in target_outputs(manifest.config, manifest.kv)],
+        "draft": None if manifest.draft is None else _model_json(manifest.draft),
+    }
+
+
+def _model_json(model: ModelRecord) -> dict[str, Any]:
+    """All of a record, and what follows from it."""
+    return {
+        **model.to_json(),
+        "kv_bytes_per_token": kv_bytes_per_token(model.config, model.kv),
+        "inputs": [vars(spec) for spec in target_inputs(model.config, model.kv)],
+        "outputs": [vars(spec) for spec in target_outputs(model.config, model.kv)],
     }
 
 
@@ -109,11 +120,13 @@ def _print_bundle(bundle: Bundle, files: Sequence[_FileState]) -> None:
     manifest = bundle.manifest
     facts = [
         *manifest_facts(manifest),
-        *parity_facts(manifest.parity),
+        *parity_facts(manifest.target.parity),
         *_tokenizer_facts(bundle, files),
         *((f"model's {name}", f"{value:g}") for name, value in manifest.sampling.items()),
     ]
     print_facts(str(bundle.path), facts)
+    if manifest.draft is not None:
+        print_facts("Draft", draft_facts(manifest.draft))
     rows = [(file.name, size(file.size), file.state, file.sha256) for file in files]
     print_table("Files", ("file", "size", "state", "sha256"), rows, numbers=frozenset((1,)))
     print_specs("Inputs", target_inputs(manifest.config, manifest.kv))
@@ -150,18 +163,7 @@ def print_specs(title: str, specs: Sequence[TensorSpec]) -> None:
         key = (_LAYER.sub("{}", spec.name, count=1), spec.dtype, spec.shape)
         layers.setdefault(key, []).extend([int(found[0])] if found else [])
     rows = [
-        (name.replace("{}", _span(numbers)), dtype, " x ".join(map(str, shape)) or "scalar")
+        (name.replace("{}", span(numbers)), dtype, " x ".join(map(str, shape)) or "scalar")
         for (name, dtype, shape), numbers in layers.items()
     ]
     print_table(title, ("name", "type", "shape"), rows)
-
-
-def _span(numbers: list[int]) -> str:
-    """`0-3,5` for the sorted numbers 0 1 2 3 5."""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1].append(number)
-        else:
-            parts.append([number])
-    return ",".join(str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts)

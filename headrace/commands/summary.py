@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from headrace.commands.terminal import size
 from headrace.models.config import ModelConfig
 from headrace.models.iospec import KV_DTYPES, KV_POOL_BYTES
-from headrace.models.manifest import Manifest, Parity
+from headrace.models.manifest import Manifest
+from headrace.models.records import Agreement, DraftRecord, ModelRecord, Parity
 
 Facts = list[tuple[str, str]]
 
@@ -19,22 +22,66 @@ def kv_bytes_per_token(config: ModelConfig, kv: str) -> dict[str, int]:
 
 
 def manifest_facts(manifest: Manifest) -> Facts:
-    kv_bytes = kv_bytes_per_token(manifest.config, manifest.kv)
-    clipping = manifest.kv_clipping or {}
-    clipped = ", ".join(f"{share:.3%} of {name}" for name, share in clipping.items())
+    """Of the bundle and its target."""
     on_disk = sum(record.size for record in manifest.files.values())
     return [
         ("name", manifest.name),
         *geometry_facts(manifest.config),
-        ("weights", f"{manifest.quant}, from {manifest.source}"),
-        ("cache", manifest.kv + (f"; clipped {clipped}" if clipped else "")),
+        *_storage_facts(manifest.target, manifest.source),
+        ("size on disk", size(on_disk)),
+        ("made by", manifest.created_by),
+    ]
+
+
+def draft_facts(draft: DraftRecord) -> Facts:
+    kept, whole = draft.config.num_logits, draft.config.vocab_size
+    fit = draft.vocabulary
+    facts = [
+        ("name", draft.name),
+        ("layers kept", f"{span(draft.layers)} of {draft.source_layers}"),
+        *_storage_facts(draft, draft.source),
+        ("vocabulary", f"reads {whole:,} tokens, proposes {fit.proposable:,}"),
+    ]
+    if draft.trim is not None:
+        saved = f"{size(draft.trim.bytes_saved)} of weights saved"
+        covered = f"{draft.trim.coverage:.2%} of the corpus"
+        facts.append(("head", f"{kept:,} of {whole:,} rows, {covered}; {saved}"))
+    if fit.unreadable or fit.unmatched_share:
+        unknown = f"{fit.unreadable:,} of the target's tokens"
+        facts.append(("without partner", f"{unknown}, {fit.unmatched_share:.2%} of the draft's"))
+    return [*facts, *parity_facts(draft.parity), *_agreement_facts(draft.agreement)]
+
+
+def _agreement_facts(agreement: Agreement) -> Facts:
+    return [
+        ("target's first choice", f"{agreement.top1:.1%} of {agreement.tokens} tokens"),
+        ("overlap with target", f"{agreement.overlap:.1%}, what sampling would accept"),
+    ]
+
+
+def _storage_facts(model: ModelRecord, source: str) -> Facts:
+    kv_bytes = kv_bytes_per_token(model.config, model.kv)
+    clipping = model.kv_clipping or {}
+    clipped = ", ".join(f"{share:.3%} of {name}" for name, share in clipping.items())
+    return [
+        ("weights", f"{model.quant}, from {source}"),
+        ("cache", model.kv + (f"; clipped {clipped}" if clipped else "")),
         (
             "cache per token",
             f"{kv_bytes['pool']:,} bytes in the pool, {kv_bytes['arena']:,} in the arena",
         ),
-        ("size on disk", size(on_disk)),
-        ("made by", manifest.created_by),
     ]
+
+
+def span(numbers: Sequence[int]) -> str:
+    """`0-3,5` for the numbers 0 1 2 3 5."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ",".join(str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts)
 
 
 def geometry_facts(config: ModelConfig) -> Facts:

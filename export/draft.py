@@ -1,0 +1,101 @@
+"""A draft for a target: part of a checkpoint whose tokenizer suits it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from headrace.errors import UsageError
+from headrace.export import check
+from headrace.export.checkpoint import open_checkpoint
+from headrace.export.model import WrittenModel
+from headrace.export.options import DraftOptions
+from headrace.export.pair import check_cutting, match, unmatched_share
+from headrace.export.quantize import F32
+from headrace.export.reduced import ReducedCheckpoint, kept_layers
+from headrace.export.text import I64, Text, read_corpus
+from headrace.export.vocab_trim import KeptTokens, most_frequent
+from headrace.models.plantlog import calibration_text, sample_log
+from headrace.models.records import DraftRecord, Trim, Vocabulary
+from headrace.models.vocab_map import NO_TOKEN, VocabMap
+
+
+@dataclass(frozen=True, eq=False)
+class Draft:
+    """A draft that suits its target, before its graph is written."""
+
+    checkpoint: ReducedCheckpoint
+    text: Text
+    vocab_map: VocabMap
+    """Of the head as it is kept."""
+    unmatched_share: float
+    kept: KeptTokens | None
+
+    def reads(self, target_ids: I64) -> I64:
+        """The target's tokens as draft ids. A token that the draft does not have is replaced by
+        one that it has: this is for figures on a text, where hardly any is missing.
+        """
+        ids = self.vocab_map.to_draft[target_ids].astype(np.int64)
+        return np.where(ids == NO_TOKEN, ids.max(), ids)[: self.checkpoint.config.max_position]
+
+    def columns(self, ids: I64) -> I64:
+        """Draft ids as columns of its logits; -1 where the head has none."""
+        if self.kept is None:
+            return ids
+        column = np.full(self.checkpoint.config.vocab_size, -1, np.int64)
+        column[self.kept.ids] = np.arange(len(self.kept.ids))
+        return np.asarray(column[ids])
+
+    def record(self, written: WrittenModel, target_logits: F32, tokenizer: str) -> DraftRecord:
+        """`tokenizer` is the SHA-256 of the target's, and the logits are for the parity text."""
+        whole, to_target = self.checkpoint.whole, self.vocab_map.to_target
+        num_tokens = len(written.logits)
+        return DraftRecord(
+            **vars(written.record),
+            name=whole.name,
+            source=whole.kind,
+            layers=self.checkpoint.layers,
+            source_layers=whole.config.num_layers,
+            agreement=check.agreement(target_logits[:num_tokens], written.logits, to_target),
+            vocabulary=Vocabulary(
+                tokenizer_sha256=tokenizer,
+                target_size=len(self.vocab_map.to_draft),
+                proposable=int(np.count_nonzero(to_target != NO_TOKEN)),
+                unreadable=int(np.count_nonzero(self.vocab_map.to_draft == NO_TOKEN)),
+                unmatched_share=self.unmatched_share,
+            ),
+            trim=self._trim(written.head_bytes),
+        )
+
+    def _trim(self, head_bytes: int | None) -> Trim | None:
+        if self.kept is None or head_bytes is None:
+            return None
+        config = self.checkpoint.config
+        dropped = config.vocab_size - config.num_logits
+        return Trim(self.kept.coverage, head_bytes // config.num_logits * dropped)
+
+
+def find_draft(options: DraftOptions, target: Text) -> Draft:
+    """Reads the draft's checkpoint and texts; nothing is computed yet.
+
+    Raises:
+        SourceError, StorageError: the checkpoint cannot be read.
+        TokenizerMismatchError: its tokenizer does not suit the target.
+        UsageError: its layers or kept tokens cannot be had.
+    """
+    if (options.vocab_keep is None) != (not options.vocab_corpus):
+        raise UsageError("vocab_keep and vocab_corpus: one needs the other; give both or neither")
+    whole = open_checkpoint(options.source)
+    layers = kept_layers(options.layers, whole)
+    text = Text.of(whole)
+    check_cutting(text, target)
+    corpus = read_corpus(options.vocab_corpus, "vocab_corpus")
+    counts = text.count(corpus or [sample_log(), calibration_text()])
+    full = match(text.tokens, target.tokens)
+    share = unmatched_share(text, target, counts, full.to_target)
+    if options.vocab_keep is None:
+        return Draft(ReducedCheckpoint(whole, layers, None), text, full, share, None)
+    kept = most_frequent(text, counts, options.vocab_keep)
+    vocab_map = VocabMap(full.to_target[kept.ids], full.to_draft)
+    return Draft(ReducedCheckpoint(whole, layers, kept.ids), text, vocab_map, share, kept)
