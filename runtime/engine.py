@@ -74,9 +74,12 @@ class Engine:
         self.arrays = PoolArrays(PoolShape(config, kv, num_blocks))
         self.pool = BlockPool(num_blocks)
         self.cache = PrefixCache(self.pool, is_on=prefix_cache)
-        self.lock = threading.Condition(threading.Lock())
+        # Held by `with` on the lock itself: an interrupt within a Condition's own `__enter__`, which
+        # is no C code, would leave it locked.
+        self.lock = threading.Lock()
+        self._changed = threading.Condition(self.lock)
         self._lanes = Lanes(self.facts.lanes)
-        self.passes = Passes(backend, self._lanes, self.lock)
+        self.passes = Passes(backend, self._lanes, self.lock, self._changed)
         self._room = Room(self.cache, self._lanes, num_blocks)
         self._abandoned: deque[tuple[Sequence, bool]] = deque()
         self._closed = False
@@ -140,10 +143,10 @@ class Engine:
         source.forks_waiting += 1
         try:
             while source.in_turn:
-                self.lock.wait()
+                self._changed.wait()
         finally:
             source.forks_waiting -= 1
-            self.lock.notify_all()
+            self._changed.notify_all()
         self._require_open(source)
 
     def _settle(self, stream: Sequence) -> None:
@@ -199,7 +202,7 @@ class Engine:
             sequence.worst_case = 0
         if is_closed:
             self._close_sequence(sequence)
-        self.lock.notify_all()
+        self._changed.notify_all()
 
     def close_sequence(self, sequence: Sequence) -> None:
         """Gives blocks and lane back, once the turn in progress has ended; may be called again."""
@@ -209,12 +212,12 @@ class Engine:
     def _close_sequence(self, sequence: Sequence) -> None:
         sequence.closed = True
         while sequence.in_turn:
-            self.lock.wait()
+            self._changed.wait()
         if sequence in self._room.sequences:
             self._room.drop(sequence)
             self._room.release(sequence)
             del self._room.sequences[sequence]
-        self.lock.notify_all()
+        self._changed.notify_all()
 
     def give_up(self, sequence: Sequence) -> None:
         """After a commit that was cut short. A stream cannot be computed again: it is closed."""
@@ -261,7 +264,7 @@ class Engine:
         self.cache.unpin(self.root, token_ids)
         with self.lock:
             self._room.release(("pin", tuple(token_ids)))
-            self.lock.notify_all()
+            self._changed.notify_all()
 
     # turns
 
@@ -298,14 +301,14 @@ class Engine:
         sequence.in_turn = False
         sequence.last_used = time.monotonic()
         self._lanes.turn_ended(sequence)
-        self.lock.notify_all()
+        self._changed.notify_all()
 
     def _wait_until(self, sequence: Sequence, ready: Callable[[], bool]) -> None:
         self._reap()
         try:
             while not ready():
                 # Nobody tells us when others become idle, or are dropped.
-                self.lock.wait(IDLE_S if self._room.is_admitted(sequence) else PAUSED_S / 20)
+                self._changed.wait(IDLE_S if self._room.is_admitted(sequence) else PAUSED_S / 20)
                 self._require_open(sequence)
                 self._reap()
         except BaseException:
@@ -373,8 +376,8 @@ class Engine:
         """Closes backend and pool, after the turns in progress; may be called again."""
         with self.lock:
             self._closed = self.passes.closed = True
-            self.lock.notify_all()
+            self._changed.notify_all()
             while any(s.in_turn for s in self._room.sequences):
-                self.lock.wait()
+                self._changed.wait()
             self.backend.close()
             self.arrays.close()

@@ -60,12 +60,16 @@ class _Group:
 class Passes:
     """Runs rows on a backend, one pass at a time."""
 
-    def __init__(self, backend: Backend, lanes: Lanes, lock: threading.Condition) -> None:
+    def __init__(
+        self, backend: Backend, lanes: Lanes, lock: threading.Lock, changed: threading.Condition
+    ) -> None:
+        """`changed` is the condition of `lock`, which guards all of this."""
         self.num_passes = 0
         self.num_rows = 0
         """Rows asked for, padding not counted."""
         self.closed = False
-        self._backend, self._lanes, self._lock = backend, lanes, lock
+        self._backend, self._lanes = backend, lanes
+        self._lock, self._changed = lock, changed
         self._waiting: list[_Job] = []
         self._running: list[_Job] | None = None
         self._expected: dict[int, int] = {}
@@ -82,11 +86,11 @@ class Passes:
             self._lanes.submitted(rows)
             self._expected.pop(rows.lane, None)
             self._waiting.append(job)
-            self._lock.notify_all()
+            self._changed.notify_all()
             try:
                 while not job.is_done:
                     if self._running is not None:
-                        self._lock.wait()
+                        self._changed.wait()
                     else:
                         self._lead()
             except BaseException:
@@ -109,7 +113,7 @@ class Passes:
             unfinished = [job for job in self._running or [] if not job.is_done]
             self._waiting = unfinished + self._waiting
             self._running = None
-            self._lock.notify_all()
+            self._changed.notify_all()
 
     def _gather(self) -> None:
         """Waits a moment for the threads of the last pass: they usually come back with one row."""
@@ -119,7 +123,7 @@ class Passes:
             remaining = until - time.monotonic()
             if remaining <= 0:
                 break
-            self._lock.wait(remaining)
+            self._changed.wait(remaining)
         self._expected.clear()
 
     def _pick(self) -> _Group:
@@ -182,6 +186,6 @@ class Passes:
         """After an interrupt: the lane must be quiet before its turn ends, whatever comes."""
         while self._running is not None and job in self._running:
             with suppress(KeyboardInterrupt):
-                self._lock.wait()
+                self._changed.wait()
         if job in self._waiting:
             self._waiting.remove(job)

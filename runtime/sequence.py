@@ -89,6 +89,8 @@ class Sequence:
         """All tokens; of a stream that has evicted some at least the last ones, `capacity`."""
         self.length = 0
         """Tokens so far, computed or not: the position of the next one."""
+        self._logits: F32 | None = None
+        """[V] after the last token, once all are computed; until another token is appended."""
         self.num_computed = 0
         """Rows that went through a pass so far; tokens found in the prefix cache did not."""
         self.closed = False
@@ -142,6 +144,8 @@ class Sequence:
             num_tokens = len(token_ids)
             self._tokens += token_ids
             self.length += num_tokens
+            if num_tokens:
+                self._logits = None
 
     def compute(self, *, leave: int = 0) -> None:
         """Computes what is pending, but for the last `leave` tokens."""
@@ -150,14 +154,14 @@ class Sequence:
             self._pass(lambda most: Wanted(min(most, self.num_pending - leave), ()))
 
     def advance(self) -> F32:
-        """Computes what is pending, at least one token. Returns the logits [V] after the last."""
-        assert self.num_pending, "there is nothing to compute"
+        """Computes what is pending. Returns the logits [V] after the last token; again if need be,
+        after an interrupt of whoever wanted to choose the next one.
+        """
         self._find()
-        while True:
-            logits = self._pass(self._last_wanted)
-            if not self.num_pending:
-                row: F32 = logits[0]
-                return row
+        while self.num_pending:
+            self._pass(self._last_wanted)
+        assert self._logits is not None, "a token was computed without its logits"
+        return self._logits
 
     def rows(self) -> Iterator[F32]:
         """Logits [V] after each pending token, in order."""
@@ -189,6 +193,7 @@ class Sequence:
             ids = self.pending[: chosen.num_rows]
             logits = self._engine.passes.run(self.lane_rows(lane, ids, chosen.rows))
             self.num_computed += len(ids)
+            self._logits = logits[-1] if chosen.rows else None
             self.commit(lane, ids)
         return logits
 
@@ -309,6 +314,7 @@ class Sequence:
         """
         engine = self._engine
         other._tokens, other.length = self._tokens.copy(), self.length
+        other._logits = self._logits
         forked = self.table.fork(engine.pool, allocate)
         if forked is None:
             assert not self.is_stream, "a stream's fork has reserved its blocks"

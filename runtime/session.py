@@ -141,7 +141,7 @@ class Session:
             raise UsageError("another thread uses this session; give each thread a fork of its own")
         try:
             answer = self._answer()
-            if answer is not None and not answer.has_ended:
+            if answer is not None and not answer.has_ended and not self._sequence.closed:
                 raise UsageError("this session is answering; finish or close that answer first")
             yield
         finally:
