@@ -19,14 +19,14 @@ from headrace.models.manifest import TARGET, TOKENIZER, Bundle
 from headrace.paths import cache_dir
 from headrace.runtime import prepare
 from headrace.runtime.answer import Answer
-from headrace.runtime.blocks import BLOCK_TOKENS, blocks_for
+from headrace.runtime.bill import require_memory
 from headrace.runtime.config import RuntimeConfig
 from headrace.runtime.engine import Engine
 from headrace.runtime.exactness import Machine, require_exact
 from headrace.runtime.ort import OrtBackend
 from headrace.runtime.prefix import Root
 from headrace.runtime.request import Completion, SamplingParams, TokenLogprob
-from headrace.runtime.ring import DEFAULT_SINKS, DEFAULT_UNIT, RingLayout
+from headrace.runtime.ring import RingLayout
 from headrace.runtime.sampling import log_normalizer
 from headrace.runtime.session import Session
 from headrace.runtime.tokenizer import Tokenizer
@@ -80,6 +80,7 @@ class LLM:
         Raises:
             BundleError: the bundle is missing, damaged, edited or of another version.
             ExactnessError: the model is not bit-exact here and the config asks for it.
+            MemoryLimitError: there is less memory than the settings need.
             UsageError: a setting is out of range.
             StorageError: the cache cannot hold the prepared weights.
         """
@@ -93,6 +94,7 @@ class LLM:
         if self.config.exactness == "exact":
             require_exact(manifest.config, manifest.kv, Machine.here())
         cache = Path(self.config.cache or cache_dir())
+        self.bill = require_memory(self.bundle, self.config, cache)
         verify(self.bundle, cache, say)
         self.tokenizer = load_tokenizer(self.bundle)
         self.prepared = prepare_bundle(self.bundle, cache, self.config.threads, say)
@@ -280,13 +282,9 @@ class LLM:
         self, sinks: int | None, window: int | None, unit: int | None, system_len: int
     ) -> RingLayout:
         config = self.bundle.manifest.config
-        if sinks is None:
-            sinks = max(DEFAULT_SINKS, blocks_for(system_len) * BLOCK_TOKENS)
-        if unit is None:
-            unit = DEFAULT_UNIT
-        if window is None:
-            window = max(unit, (self.capacity - sinks - unit) // max(1, unit) * unit)
-        layout = RingLayout(sinks, window, unit)
+        layout = RingLayout.filling(
+            self.capacity, sinks=sinks, window=window, unit=unit, system_prompt_len=system_len
+        )
         local = config.sliding_window if config.has_local_layers else None
         layout.require_fit(config.max_position, local, system_len)
         return layout

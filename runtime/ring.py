@@ -37,21 +37,36 @@ class RingLayout:
     """Tokens that are evicted at once; the tail's size."""
 
     def __post_init__(self) -> None:
-        for name, size in (("sinks", self.sinks), ("window", self.window), ("unit", self.unit)):
-            if size < BLOCK_TOKENS:
-                raise UsageError(
-                    f"{name} {size}: a stream needs at least one block, {BLOCK_TOKENS} tokens"
-                )
-            if size % BLOCK_TOKENS:
-                raise UsageError(
-                    f"{name} {size} is not a multiple of {BLOCK_TOKENS}, the tokens of a block; "
-                    f"use {_neighbours(size, BLOCK_TOKENS)}"
-                )
+        for name, size in (("sinks", self.sinks), ("unit", self.unit), ("window", self.window)):
+            _require_blocks(name, size)
         if self.window % self.unit:
             raise UsageError(
                 f"window {self.window} is not a multiple of the eviction unit, {self.unit}; "
                 f"use {_neighbours(self.window, self.unit)}"
             )
+
+    @classmethod
+    def filling(
+        cls,
+        lane_capacity: int,
+        *,
+        sinks: int | None = None,
+        window: int | None = None,
+        unit: int | None = None,
+        system_prompt_len: int = 0,
+    ) -> RingLayout:
+        """The sizes given; of the others, sinks for the system prompt, at least 64, a unit of 64,
+        and the largest window that a lane has room for, at least a unit. Raises UsageError.
+        """
+        if sinks is None:
+            sinks = max(DEFAULT_SINKS, blocks_for(system_prompt_len) * BLOCK_TOKENS)
+        if unit is None:
+            unit = DEFAULT_UNIT
+        if window is None:
+            _require_blocks("sinks", sinks)
+            _require_blocks("unit", unit)
+            window = max(unit, (lane_capacity - sinks - unit) // unit * unit)
+        return cls(sinks, window, unit)
 
     @property
     def capacity(self) -> int:
@@ -118,6 +133,18 @@ class RingLayout:
         if position < self.sinks:
             return position
         return self.sinks + (position - self.sinks) % self.window
+
+
+def _require_blocks(name: str, size: object) -> None:
+    if not isinstance(size, int) or isinstance(size, bool):
+        raise UsageError(f"{name}: got {size!r}, allowed is a whole number of tokens")
+    if size < BLOCK_TOKENS:
+        raise UsageError(f"{name} {size}: a stream needs at least one block, {BLOCK_TOKENS} tokens")
+    if size % BLOCK_TOKENS:
+        raise UsageError(
+            f"{name} {size} is not a multiple of {BLOCK_TOKENS}, the tokens of a block; "
+            f"use {_neighbours(size, BLOCK_TOKENS)}"
+        )
 
 
 def _neighbours(size: int, multiple: int) -> str:
