@@ -126,19 +126,23 @@ def test_files_named_in_code_exist(document: Path) -> None:
             assert (ROOT / name).exists(), name
 
 
-def test_readmes_program_runs(
-    tiny_bundle: Path, shared_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_readmes_programs_run(
+    endless_bundle: Path, shared_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """One after the other, as a reader would type them; the second needs names of the first."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)
-    assert len(blocks) == 1
-    (tmp_path / "smol").symlink_to(tiny_bundle)
+    assert len(blocks) == 2
+    (tmp_path / "smol").symlink_to(endless_bundle)
+    (tmp_path / "plant.log").write_text("pump 3 reports low flow\n" * 200)
     monkeypatch.setenv("HEADRACE_CACHE", str(shared_cache))
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", blocks[0]],
+        [sys.executable, "-W", "error", "-c", f"{blocks[0]}\nprint('---')\n{blocks[1]}"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout.split()[-1]) > 1, done.stdout
+    first, second = done.stdout.split("---\n")
+    assert float(first.split()[-1]) > 1, first
+    assert second.strip(), "the summaries"

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_checkpoints import TINY
 
+from headrace import LLM
 from headrace.errors import MemoryLimitError, UsageError
 from headrace.export.checkpoint import open_checkpoint
 from headrace.models.manifest import Bundle
@@ -26,6 +27,7 @@ from headrace.runtime.arena import ArenaShape
 from headrace.runtime.bill import Bill, Facts, Limit, bill, limit_here, require_fit, require_memory
 from headrace.runtime.config import RuntimeConfig
 from headrace.runtime.kv import PoolShape
+from headrace.runtime.llm import prepare_bundle
 from headrace.runtime.overhead import Overhead, estimate
 from headrace.runtime.plan import Wish, largest_window, plan, suffices
 from headrace.sizes import GIB, MIB, exact_size, parse_size, show_size
@@ -287,9 +289,21 @@ def test_a_process_under_full_load_is_what_its_bill_says() -> None:
 
 def test_the_estimate_is_near_what_is_measured() -> None:
     bundle = smollm2("int8", "f16")
+    prepare_bundle(bundle, cache_dir(), None, lambda message: None)
     measured = Facts.of(Bundle.open(bundle.path), cache_dir()).overhead
     guessed = estimate(bundle.manifest.config, bundle.manifest.files["target/model.data"].size)
     assert measured.is_measured and not guessed.is_measured
     for name in ("python", "session", "passes", "weights", "libraries"):
         ratio = getattr(guessed, name) / getattr(measured, name)
         assert 0.6 < ratio < 1.7, (name, ratio)
+
+
+def test_a_model_beyond_its_memory_is_refused_before_it_is_loaded(
+    command: CommandLine, tiny_bundle: Path
+) -> None:
+    done = command("run", tiny_bundle, "a", "--ram", "10MiB")
+    assert done.code == 1
+    assert not done.out
+    assert "10.0 MiB" in done.err and "short" in done.err, done.err
+    with pytest.raises(MemoryLimitError, match="short"):
+        LLM(tiny_bundle, ram="10MiB")
