@@ -36,7 +36,7 @@ def said(completion: Completion) -> tuple[object, ...]:
 
 def audit(engine: Engine) -> PoolCounts:
     """Every held block is held exactly as often as tables and pins hold it, and no more is held
-    than was reserved.
+    than was reserved. While no other thread is within a commit.
     """
     counts = engine.check()
     with engine.lock:

@@ -117,7 +117,7 @@ def test_forks_while_another_thread_feeds(llm: LLM, mode: dict[str, Any]) -> Non
     def fork() -> None:
         while parent.num_tokens < 110 and len(forks) < 6:
             forks.append(parent.fork())
-            audit(llm.engine)
+            llm.engine.check()
 
     assert in_threads(feed, fork) == [None, None]
     for each in forks:
