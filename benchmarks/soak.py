@@ -4,15 +4,15 @@
 
 One thread feeds the texts, over and over, to a stream. Every `--ask-every` tokens times `--forks`,
 as many new threads fork it, ask, generate and close, and one more asks without a session, so that
-the prefix cache fills up and evicts. Three phases:
+the prefix cache fills up and evicts. Two runs, each with a model of its own and after a warm-up that
+fills what fills up: bindings of all widths of a pass in all lanes, a prefix cache that evicts, rings
+that have wrapped, the 256 blocks of RoPE rows, the allocator's arenas of as many threads.
 
-1. warm-up, until everything that fills up is full: bindings of all widths of a pass in all lanes,
-   a prefix cache that evicts, rings that have wrapped, the 256 blocks of RoPE rows;
-2. `--tokens` tokens with RssAnon + VmSwap taken every `--every` tokens: a least-squares slope, and
+1. `--tokens` tokens with RssAnon + VmSwap taken every `--every` tokens: a least-squares slope, and
    its 95 % interval from a moving-block bootstrap of the residuals (a tenth of the run a block,
-   since what an allocator does now depends on what it did before);
-3. tracemalloc, which slows everything and takes memory itself: a warm-up of its own, then by
-   segment its peak, and what is left at the end with no question under way.
+   since what an allocator does now depends on what it did before).
+2. `--trace-segments` rounds under tracemalloc, which slows everything and takes memory itself: the
+   peak of each, and what is left at its end with no question under way.
 
 The last line of --json is one object. Exits with 1 unless memory is flat and no block is lost.
 """
@@ -28,30 +28,18 @@ import sys
 import threading
 import time
 import tracemalloc
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from soak_figures import Samples, Trace
 
 from headrace import LLM, SamplingParams
-from headrace.runtime import memory
 from headrace.runtime.batch import chain
 from headrace.runtime.engine import KvStats
 from headrace.runtime.session import Session
-
-MAX_SLOPE_MB = 1.0
-"""Of the interval's ends, in MB per 100,000 tokens."""
-
-MAX_LEFT_SPREAD = 64 * 1024
-"""Bytes between the least and the most that a segment of tracemalloc leaves."""
-
-MAX_PEAK_GROWTH = 64 * 1024
-"""Bytes from the highest peak of the first half of the segments to that of the second half. A single
-peak depends on how many answers sample in the same instant."""
-
-RESAMPLES = 4000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,9 +47,9 @@ class Load:
     """What is put on a model."""
 
     tokens: int = 200_000
-    """Of phase 2."""
+    """Of the first run, after its warm-up."""
     seconds: float = math.inf
-    """Phase 2 ends after this long, if that is sooner."""
+    """The first run ends after this long, if that is sooner."""
     forks: int = 4
     window: int = 1024
     every: int = 1000
@@ -69,96 +57,14 @@ class Load:
     ask_every: int = 1000
     """Tokens of the stream to one question."""
     answer_len: int = 16
-    warmup: int = 24_000
-    trace_warmup: int = 20_000
+    warmup: int = 40_000
+    """Tokens, with a round of questions after each sample's worth of them."""
     trace_segments: int = 10
 
     @property
     def round_len(self) -> int:
         """Tokens from one round of questions to the next."""
         return self.forks * self.ask_every
-
-
-@dataclass(frozen=True)
-class Slope:
-    """MB per 100,000 tokens."""
-
-    value: float
-    low: float
-    high: float
-
-    @property
-    def is_flat(self) -> bool:
-        return self.low <= 0 <= self.high and max(-self.low, self.high) <= MAX_SLOPE_MB
-
-
-@dataclass
-class Samples:
-    """RssAnon + VmSwap over tokens fed."""
-
-    tokens: list[int] = field(default_factory=list)
-    num_bytes: list[int] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-
-    def take(self, num_tokens: int) -> None:
-        usage = memory.usage()
-        self.tokens.append(num_tokens)
-        self.num_bytes.append(usage.rss_anon + usage.swap)
-        self.seconds.append(time.perf_counter())
-
-    def slope(self) -> Slope:
-        x = np.array(self.tokens) / 1e5
-        y = np.array(self.num_bytes) / 1e6
-        x = x - x.mean()
-        value = float(x @ y / (x @ x))
-        residuals = y - y.mean() - value * x
-        block = max(1, len(x) // 10)
-        starts = np.random.default_rng(0).integers(
-            0, len(x) - block + 1, (RESAMPLES, -(-len(x) // block))
-        )
-        drawn = residuals[(starts[..., None] + np.arange(block)).reshape(RESAMPLES, -1)]
-        slopes = value + drawn[:, : len(x)] @ x / (x @ x)
-        low, high = np.percentile(slopes, [2.5, 97.5])
-        return Slope(value, float(low), float(high))
-
-    def to_json(self) -> dict[str, Any]:
-        y, t = np.array(self.num_bytes), self.seconds
-        speeds = np.diff(self.tokens) / np.diff(t)
-        return {
-            "samples": len(y),
-            "slope_mb_per_100k": dataclasses.asdict(self.slope()),
-            "rss_mb": {"first": y[0] / 1e6, "last": y[-1] / 1e6, **_spread(y / 1e6)},
-            "rss_mb_by_tenths": [float(np.mean(part)) / 1e6 for part in np.array_split(y, 10)],
-            "tokens": self.tokens[-1] - self.tokens[0],
-            "seconds": t[-1] - t[0],
-            "tokens_per_s": (self.tokens[-1] - self.tokens[0]) / (t[-1] - t[0]),
-            "tokens_per_s_by_sample": _spread(speeds),
-        }
-
-
-@dataclass(frozen=True)
-class Trace:
-    """Bytes that Python objects took, by segment."""
-
-    peaks: list[int]
-    left: list[int]
-
-    @property
-    def peak_growth(self) -> int:
-        half = len(self.peaks) // 2
-        return max(self.peaks[half:]) - max(self.peaks[:half])
-
-    @property
-    def left_spread(self) -> int:
-        return max(self.left) - min(self.left)
-
-    @property
-    def is_flat(self) -> bool:
-        return self.left_spread <= MAX_LEFT_SPREAD and self.peak_growth <= MAX_PEAK_GROWTH
-
-    def to_json(self) -> dict[str, Any]:
-        figures = {"peak_growth": self.peak_growth, "left_spread": self.left_spread}
-        return figures | dataclasses.asdict(self)
 
 
 @dataclass(frozen=True)
@@ -205,12 +111,14 @@ class Soak:
         self._rounds = 0
         self.num_tokens = self.num_asked = 0
 
-    def feed(self, num_tokens: int, seconds: float = math.inf) -> Iterator[int]:
-        """Feeds so many tokens, with rounds of questions in between; yields after each part."""
+    def feed(self, num_tokens: int, *, round_len: int, seconds: float = math.inf) -> Iterator[int]:
+        """Feeds so many tokens and asks at the start of every `round_len`; yields after each part."""
         end, until = self.num_tokens + num_tokens, time.perf_counter() + seconds
+        ask_at = self.num_tokens
         while self.num_tokens < end and time.perf_counter() < until:
-            if self.num_tokens >= self._rounds * self._load.round_len:
+            if self.num_tokens >= ask_at:
                 self._ask_round()
+                ask_at += round_len
             part = min(self._load.every, end - self.num_tokens)
             self._stream.feed(self.read(part))
             self.num_tokens += part
@@ -265,7 +173,7 @@ def bind_widths(llm: LLM) -> None:
     """A pass of every width in all lanes; they must be empty. A backend keeps 64 bindings."""
     lanes = llm.backend.facts.lanes
     for width in (*range(2, 17), 32, 48, 64, 128, 192, 256):
-        row_ids = np.arange(1, 1 + min(width, 256))
+        row_ids = np.arange(1, 1 + min(width, llm.capacity))
         for first in range(lanes):
             for last in range(first, lanes):
                 rows = [chain(lane, row_ids, 0, (0,)) for lane in range(first, last + 1)]
@@ -278,50 +186,52 @@ def fill_prefix_cache(llm: LLM, soak: Soak) -> None:
         llm.generate(soak.read(256), one)
 
 
-def run(llm: LLM, token_ids: list[int], load: Load) -> Report:
-    """All three phases."""
+def warm(llm: LLM, text: str, load: Load) -> Soak:
     bind_widths(llm)
-    soak, samples = Soak(llm, token_ids, load), Samples()
+    soak = Soak(llm, llm.tokenizer.encode(text), load)
     fill_prefix_cache(llm, soak)
-    _progress("warm-up", soak.feed(load.warmup))
-    samples.take(soak.num_tokens)
-    for num_tokens in soak.feed(load.tokens, load.seconds):
-        samples.take(num_tokens)
-        if len(samples.tokens) % 20 == 0:
-            _say(f"{num_tokens} tokens, {samples.num_bytes[-1] / 1e6:.2f} MB")
-    trace = traced(soak, load)
-    return Report(load, samples, trace, soak.num_asked, soak.close())
+    _progress("warm-up", soak.feed(load.warmup, round_len=load.every))
+    return soak
 
 
-def traced(soak: Soak, load: Load) -> Trace:
-    trace = Trace([], [])
+def run(open_llm: Callable[[], LLM], text: str, load: Load) -> Report:
+    """Both runs, each with a model of its own."""
+    samples = Samples()
+    with open_llm() as llm:
+        soak = warm(llm, text, load)
+        samples.take(soak.num_tokens)
+        for num_tokens in soak.feed(load.tokens, round_len=load.round_len, seconds=load.seconds):
+            samples.take(num_tokens)
+            if len(samples.tokens) % 20 == 0:
+                _say(f"{num_tokens} tokens, {samples.num_bytes[-1] / 1e6:.2f} MB")
+        stats = soak.close()
+    _say(json.dumps(samples.to_json()))
+    return Report(load, samples, trace(open_llm, text, load), soak.num_asked, stats)
+
+
+def trace(open_llm: Callable[[], LLM], text: str, load: Load) -> Trace:
+    figures = Trace([], [])
     tracemalloc.start()
     try:
-        _progress("warm-up of tracemalloc", soak.feed(load.trace_warmup))
-        for _ in range(load.trace_segments):
-            tracemalloc.reset_peak()
-            _progress("segment", soak.feed(load.round_len))
-            soak.rest()
-            trace.peaks.append(tracemalloc.get_traced_memory()[1])
-            gc.collect()
-            trace.left.append(tracemalloc.get_traced_memory()[0])
+        with open_llm() as llm:
+            soak = warm(llm, text, load)
+            for _ in range(load.trace_segments):
+                tracemalloc.reset_peak()
+                _progress("segment", soak.feed(load.round_len, round_len=load.round_len))
+                soak.rest()
+                figures.peaks.append(tracemalloc.get_traced_memory()[1])
+                gc.collect()
+                figures.left.append(tracemalloc.get_traced_memory()[0])
+            soak.close()
     finally:
         tracemalloc.stop()
-    return trace
+    return figures
 
 
 def pool_tokens(load: Load) -> int:
     """A stream and its forks, and so little beside them that the prefix cache must evict."""
     stream = load.window + 2 * 64
     return (1 + load.forks) * stream + 256
-
-
-def _spread(values: np.ndarray[Any, Any]) -> dict[str, float]:
-    return {
-        "min": float(values.min()),
-        "median": float(np.median(values)),
-        "max": float(values.max()),
-    }
 
 
 def _progress(name: str, parts: Iterator[int]) -> None:
@@ -351,9 +261,8 @@ def main() -> None:
     config: dict[str, Any] = {"lanes": args.lanes, "threads": args.threads}
     config |= {"ctx": load.window + 2 * 64, "pool": pool_tokens(load)}
     text = "".join(path.read_text(encoding="utf-8", errors="replace") for path in args.text)
-    with LLM(args.bundle, **config, say=_say) as llm:
-        report = run(llm, llm.tokenizer.encode(text), load)
-        figures = {"bundle": llm.bundle.manifest.name, **config, **report.to_json()}
+    report = run(lambda: LLM(args.bundle, **config, say=_say), text, load)
+    figures = {"bundle": args.bundle.name, **config, **report.to_json()}
     if args.json:
         print(json.dumps(figures))
     else:
