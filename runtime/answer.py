@@ -6,11 +6,14 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from collections.abc import Sequence as Ids
 from dataclasses import dataclass
+from itertools import zip_longest
 from types import TracebackType
 from typing import Self
 
 from headrace.errors import UsageError
+from headrace.runtime.batch import F32
 from headrace.runtime.engine import Engine
 from headrace.runtime.request import (
     Alternative,
@@ -25,6 +28,7 @@ from headrace.runtime.request import (
 from headrace.runtime.router import StopRouter
 from headrace.runtime.sampling import Choice, Sampler
 from headrace.runtime.sequence import Sequence
+from headrace.runtime.speculate import Proposal, Speculator
 from headrace.runtime.tokenizer import Tokenizer
 
 
@@ -151,6 +155,13 @@ class _Request:
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprob] = []
         self._end: _End | None = None
+        self._detokenizer = tokenizer.detokenizer()
+        self._router = StopRouter(params.stop)
+        self._counts = self._sampler.counts()
+        self._speculator: Speculator | None = None
+        self._chosen: list[Choice] = []
+        """Tokens of the last pass, and their texts."""
+        self._pieces: list[str] = []
         self._prefilled = 0
         self._started = self._prefilled_at = self._first_at = self._last_at = 0.0
 
@@ -171,63 +182,77 @@ class _Request:
             ),
             seed=self._params.seed,
             logprobs=tuple(self._logprobs) if self._params.logprobs is not None else None,
+            speculation=self._speculator.counts if self._speculator else None,
         )
 
     def begin(self) -> None:
         # Not when the answer was made: time before the first piece is asked for is the caller's.
         self._started = self._prefilled_at = self._first_at = self._last_at = time.perf_counter()
         self._engine.begin_request(self._sequence, self._params.max_tokens)
+        self._speculator = self._engine.speculator(self._sequence, self._params.max_tokens)
 
     def deltas(self) -> Iterator[Delta]:
-        detokenizer = self._tokenizer.detokenizer()
-        router = StopRouter(self._params.stop)
-        for choice in self._choices():
-            self._end = self._end_by_token(choice.token_id)
-            text = router.push(detokenizer.push(choice.token_id))
-            if self._end is not None:
-                text += router.push(detokenizer.finish()) + router.finish()
-            if router.stopped is not None:
-                self._end = _End("stop", router.stopped)
-            yield self._delta(text, choice)
-            if self._end is not None:
-                return
+        computed = self._sequence.num_computed
+        while self._end is None:
+            proposal = self._propose()
+            before = len(self._token_ids)
+            self._pieces, self._chosen = [], []
+            self._sequence.verify(proposal.token_ids, self._judge)
+            self._last_at = time.perf_counter()
+            if not before:
+                self._first_at = self._last_at
+                self._prefilled = self._sequence.num_computed - computed
+            if self._speculator is not None:
+                self._speculator.judged(proposal, len(self._chosen) - 1)
+                self._speculator.extend([choice.token_id for choice in self._chosen])
+            yield self._delta()
 
-    def _choices(self) -> Iterator[Choice]:
-        """Tokens without end. Each is in the sequence when it is given out, and not yet computed."""
-        sequence, counts = self._sequence, self._sampler.counts()
-        before = sequence.num_computed
-        while True:
-            row = sequence.advance()
-            if not self._token_ids:
-                self._prefilled = sequence.num_computed - before
-                self._prefilled_at = time.perf_counter()
-            choice = self._sampler.choose(row, sequence.length, counts)
-            counts.push(choice.token_id)
-            sequence.append((choice.token_id,))
-            self._note(choice)
-            yield choice
+    def _propose(self) -> Proposal:
+        if self._speculator is None or not self._token_ids:
+            return Proposal()
+        # The last token that is wanted needs no proposal: it comes with the one before.
+        return self._speculator.propose(self._params.max_tokens - len(self._token_ids) - 1)
 
-    def _note(self, choice: Choice) -> None:
-        self._last_at = time.perf_counter()
+    def _judge(self, logits: F32, proposed: Ids[int]) -> list[int]:
+        """Chooses a token after each proposed one, until it chooses another or the answer ends."""
         if not self._token_ids:
-            self._first_at = self._last_at
-        self._token_ids.append(choice.token_id)
+            self._prefilled_at = time.perf_counter()
+        position = self._sequence.length
+        for row, expected in zip_longest(logits, proposed):
+            choice = self._sampler.choose(row, position + len(self._chosen), self._counts)
+            self._counts.push(choice.token_id)
+            self._chosen.append(choice)
+            self._token_ids.append(choice.token_id)
+            self._read(choice.token_id, position + len(self._chosen))
+            if self._end is not None or choice.token_id != expected:
+                break
+        return [choice.token_id for choice in self._chosen]
 
-    def _end_by_token(self, token_id: int) -> _End | None:
+    def _read(self, token_id: int, length: int) -> None:
+        """Makes text of a token, which makes the sequence `length` tokens long."""
+        self._end = self._end_by_token(token_id, length)
+        text = self._router.push(self._detokenizer.push(token_id))
+        if self._end is not None:
+            text += self._router.push(self._detokenizer.finish()) + self._router.finish()
+        if self._router.stopped is not None:
+            self._end = _End("stop", self._router.stopped)
+        self._pieces.append(text)
+
+    def _end_by_token(self, token_id: int, length: int) -> _End | None:
         if token_id in self._tokenizer.eos_ids and not self._params.ignore_eos:
             return _End("stop", token_id)
-        if len(self._token_ids) >= self._params.max_tokens or self._sequence.is_full:
+        is_full = not self._sequence.is_stream and length >= self._sequence.capacity
+        if len(self._token_ids) >= self._params.max_tokens or is_full:
             return _End("length")
         return None
 
-    def _delta(self, text: str, choice: Choice) -> Delta:
+    def _delta(self) -> Delta:
+        text = "".join(self._pieces)
         self._text.append(text)
-        logprobs: tuple[TokenLogprob, ...] = ()
-        if choice.logprob is not None:
-            logprobs = (self._named(choice, choice.logprob),)
-            self._logprobs += logprobs
+        logprobs = tuple(self._named(c, c.logprob) for c in self._chosen if c.logprob is not None)
+        self._logprobs += logprobs
         finish = self._end.finish if self._end else None
-        return Delta(text, (choice.token_id,), logprobs, finish)
+        return Delta(text, tuple(c.token_id for c in self._chosen), logprobs, finish)
 
     def _named(self, choice: Choice, logprob: float) -> TokenLogprob:
         top = tuple(Alternative(i, self._name(i), p) for i, p in choice.top)

@@ -17,6 +17,10 @@ MAX_LANES = 64
 MAX_POOL = 2**31
 MAX_THREADS = 256
 
+MAX_PROPOSED = 16
+"""Tokens of a proposal at most."""
+
+Speculate = Literal["auto", "off"] | int
 Exactness = Literal["exact", "tree"]
 
 
@@ -39,6 +43,9 @@ class RuntimeConfig:
     """Threads of a pass; unless set, one a physical core (ONNX Runtime's choice)."""
     exactness: Exactness = "exact"
     """`exact` refuses models whose bits would depend on how rows are grouped."""
+    speculate: Speculate = "auto"
+    """Tokens to propose for a pass from what the text repeats: `auto` goes by what pays on this
+    machine, a number up to 16 proposes as many, `off` none. The text is the same."""
     ram: Bytes | None = None
     """Memory that all of it may take, weights included (4GiB); unless set, what is available."""
     reserve: Bytes = 0
@@ -51,6 +58,7 @@ class RuntimeConfig:
     def __post_init__(self) -> None:
         for name in ("ram", "reserve"):
             object.__setattr__(self, name, _size(name, getattr(self, name)))
+        object.__setattr__(self, "speculate", _speculate(self.speculate))
         _check("lanes", self.lanes, 1, MAX_LANES)
         if self.pool is not None:
             _check("pool", self.pool, MIN_CTX, MAX_POOL)
@@ -69,6 +77,15 @@ class RuntimeConfig:
     def pool_blocks(self, config: ModelConfig) -> int:
         """Blocks of the pool: whole ones that hold at least the tokens asked for."""
         return blocks_for(self.pool or self.lanes * self.capacity(config))
+
+
+def _speculate(value: object) -> Speculate:
+    if value in ("auto", "off"):
+        return value
+    number = int(value) if isinstance(value, str) and value.isdecimal() else value
+    if isinstance(number, int) and not isinstance(number, bool) and 1 <= number <= MAX_PROPOSED:
+        return number
+    raise UsageError(f"speculate: got {value!r}, allowed are auto, off and 1 to {MAX_PROPOSED}")
 
 
 def _check(name: str, value: object, low: int, high: int, note: str = "") -> None:

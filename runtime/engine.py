@@ -21,11 +21,13 @@ from headrace.runtime.backend import Backend
 from headrace.runtime.blocks import BLOCK_TOKENS, BlockPool, PoolCounts
 from headrace.runtime.kv import PoolArrays, PoolShape
 from headrace.runtime.lanes import IDLE_S, Lanes
+from headrace.runtime.pace import Pace
 from headrace.runtime.passes import Passes
 from headrace.runtime.prefix import PrefixCache, PrefixCounters, Root
 from headrace.runtime.ring import RingLayout
 from headrace.runtime.room import PAUSED_S, Room
 from headrace.runtime.sequence import Sequence
+from headrace.runtime.speculate import Speculator
 
 CROWDED_CHUNK = 64
 """Rows of a prefill chunk while other sequences compute too, so that they do not wait long."""
@@ -68,8 +70,9 @@ class Engine:
         root: Root,
         *,
         prefix_cache: bool = True,
+        pace: Pace | None = None,
     ) -> None:
-        """Allocates the pool. Raises MemoryError."""
+        """Allocates the pool. Without a `pace` nothing is proposed. Raises MemoryError."""
         self.backend, self.facts, self.root = backend, backend.facts, root
         self.arrays = PoolArrays(PoolShape(config, kv, num_blocks))
         self.pool = BlockPool(num_blocks)
@@ -82,6 +85,7 @@ class Engine:
         self.passes = Passes(backend, self._lanes, self.lock, self._changed)
         self._room = Room(self.cache, self._lanes, num_blocks)
         self._abandoned: deque[tuple[Sequence, bool]] = deque()
+        self._pace = pace if pace is not None and pace.limit else None
         self._closed = False
         self._staging_s = self._committing_s = 0.0
 
@@ -94,6 +98,12 @@ class Engine:
         """The most rows a pass should have now."""
         crowded = self._lanes.num_in_turn > 1
         return min(CROWDED_CHUNK, self.facts.max_rows) if crowded else self.facts.max_rows
+
+    def speculator(self, sequence: Sequence, num_new: int) -> Speculator | None:
+        """One for a request on `sequence` of up to `num_new` tokens; None where it is off."""
+        if self._pace is None:
+            return None
+        return Speculator(self._pace, sequence.tokens(), num_new)
 
     # sequences
 

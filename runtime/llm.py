@@ -24,6 +24,7 @@ from headrace.runtime.config import RuntimeConfig
 from headrace.runtime.engine import Engine
 from headrace.runtime.exactness import Machine, require_exact
 from headrace.runtime.ort import OrtBackend
+from headrace.runtime.pace import Pace, costs_of
 from headrace.runtime.prefix import Root
 from headrace.runtime.request import Completion, SamplingParams, TokenLogprob
 from headrace.runtime.ring import RingLayout
@@ -116,7 +117,14 @@ class LLM:
             num_blocks,
             root,
             prefix_cache=self.config.prefix_cache,
+            pace=self._pace(say),
         )
+
+    def _pace(self, say: Say) -> Pace | None:
+        if self.config.speculate == "off":
+            return None
+        path = self.prepared.folder / f"costs-{self.config.threads or 0}.json"
+        return Pace(costs_of(self.backend, path, say), self.config.speculate)
 
     @property
     def sampling_defaults(self) -> Mapping[str, float]:

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+from headrace.runtime.backend import Backend
+from headrace.runtime.batch import chain
+from headrace.runtime.config import MAX_PROPOSED, Speculate
+from headrace.runtime.exactness import MIN_DECLARED_ROWS
+
 F64 = npt.NDArray[np.float64]
 
-MAX_PROPOSED = 16
+_MEASURED_ROWS = (2, 3, 4, 6, 8, 12, 17)
+_ROUNDS = 6  # the first of them warms up
 
 _MATCH_STEPS = (4, 8, 16, 32)
 """Match lengths from which a proposal counts as surer."""
@@ -69,6 +79,63 @@ class Acceptance:
         cells = [_step(_DEPTH_STEPS, depth) for depth in range(1, most + 1)]
         rates: F64 = self._accepted[bucket, cells] / self._tried[bucket, cells]
         return rates
+
+
+class Pace:
+    """Decides the lengths of proposals for all requests of a model. Threads may share it: the
+    estimates are sums, and one that is lost or counted twice changes no text.
+    """
+
+    def __init__(self, costs: PassCosts, speculate: Speculate) -> None:
+        """`speculate`: `auto`, `off`, or a number of tokens to propose whatever they cost."""
+        self._fixed = speculate if isinstance(speculate, int) else None
+        self.limit = {"auto": MAX_PROPOSED, "off": 0}.get(str(speculate), self._fixed or 0)
+        self._costs = costs.table(MAX_PROPOSED + 1)
+        self._acceptance = Acceptance()
+
+    def length(self, sureness: int, most: int) -> int:
+        """How many of `most` tokens to propose."""
+        if self._fixed is not None:
+            return most
+        rates = self._acceptance.rates(sureness, most)
+        return best_length(rates, self._costs, 1, MIN_DECLARED_ROWS)
+
+    def note(self, sureness: int, num_proposed: int, num_accepted: int) -> None:
+        """See Acceptance.note."""
+        if num_proposed:
+            self._acceptance.note(sureness, num_proposed, num_accepted)
+
+
+def costs_of(backend: Backend, path: Path, say: Callable[[str], None]) -> PassCosts:
+    """What `path` remembers, or else `measure`, which it then remembers if it can be written."""
+    try:
+        found = {int(rows): float(s) for rows, s in json.loads(path.read_text()).items()}
+        if tuple(found) == _MEASURED_ROWS and min(found.values()) > 0:
+            return PassCosts(found)
+    except (OSError, ValueError, AttributeError, TypeError):
+        pass  # none yet, or not ours: it is made anew
+    say("measuring what a pass costs, once")
+    costs = measure(backend)
+    with contextlib.suppress(OSError):
+        path.write_text(json.dumps(costs.seconds))
+    return costs
+
+
+def measure(backend: Backend) -> PassCosts:
+    """Medians over a few passes of each width, in turn, beside a context of half a lane.
+
+    Writes over lane 0, so nothing may be in it yet. Takes about a second for 0.1B parameters.
+    """
+    room = backend.facts.capacity - max(_MEASURED_ROWS)
+    past = max(0, min(room, 512))
+    seconds: dict[int, list[float]] = {rows: [] for rows in _MEASURED_ROWS}
+    for _ in range(_ROUNDS):
+        for rows, found in seconds.items():
+            ids = np.zeros(min(rows, backend.facts.capacity), np.int64)
+            start = time.perf_counter()
+            backend.forward([chain(0, ids, past, tuple(range(len(ids))))])
+            found.append(time.perf_counter() - start)
+    return PassCosts({rows: float(np.median(found[1:])) for rows, found in seconds.items()})
 
 
 def best_length(rates: F64, costs: F64, base_rows: int, free_rows: int) -> int:

@@ -49,6 +49,11 @@ class NgramIndex:
         self._tables = [array("q", [_EMPTY]) * capacity for _ in ORDERS]
         self._size = 0
 
+    @classmethod
+    def holding(cls, num_tokens: int) -> NgramIndex:
+        """One that holds so many tokens, or DEFAULT_CAPACITY if that is less."""
+        return cls(min(DEFAULT_CAPACITY, 1 << max(8, (num_tokens - 1).bit_length())))
+
     @property
     def num_tokens(self) -> int:
         """Tokens appended so far; the last `capacity` of them are searchable."""

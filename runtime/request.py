@@ -270,8 +270,24 @@ def _rate(count: int, seconds: float) -> float:
 
 
 @dataclass(frozen=True)
+class SpeculationCounts:
+    """What was proposed for the tokens of an answer."""
+
+    passes: int
+    """Passes of the target that gave tokens, the one of the prompt included."""
+    proposed: int
+    accepted: int
+
+    def to_json(self) -> dict[str, int]:
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True)
 class Delta:
-    """A piece of a streamed answer. `text` never changes later and may be empty."""
+    """A piece of a streamed answer: what one pass gave, one token or several.
+
+    `text` never changes later and may be empty.
+    """
 
     text: str
     token_ids: tuple[int, ...] = ()
@@ -302,6 +318,8 @@ class Completion:
     seed: int | None
     """Repeats this answer, together with the same prompt and params."""
     logprobs: tuple[TokenLogprob, ...] | None = None
+    speculation: SpeculationCounts | None = None
+    """None where speculation is off."""
 
     def to_json(self) -> dict[str, Any]:
         """One JSON object; `logprobs` is there only if they were asked for."""
@@ -313,6 +331,7 @@ class Completion:
             "usage": self.usage.to_json(),
             "timings": self.timings.to_json(),
             "seed": self.seed,
+            "speculation": self.speculation.to_json() if self.speculation else None,
         }
         if self.logprobs is not None:
             answer["logprobs"] = [entry.to_json() for entry in self.logprobs]

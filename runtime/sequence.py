@@ -63,6 +63,10 @@ class FullState:
         return FullState(self.capacity, self.num_tokens + num_rows), None
 
 
+Judge = Callable[[F32, Ids[int]], list[int]]
+"""Tokens to append, from logits and the tokens that were proposed."""
+
+
 @dataclass(frozen=True)
 class Wanted:
     """What to take from `pending` in a pass."""
@@ -89,8 +93,6 @@ class Sequence:
         """All tokens; of a stream that has evicted some at least the last ones, `capacity`."""
         self.length = 0
         """Tokens so far, computed or not: the position of the next one."""
-        self._logits: F32 | None = None
-        """[V] after the last token, once all are computed; until another token is appended."""
         self.num_computed = 0
         """Rows that went through a pass so far; tokens found in the prefix cache did not."""
         self.closed = False
@@ -144,8 +146,6 @@ class Sequence:
             num_tokens = len(token_ids)
             self._tokens += token_ids
             self.length += num_tokens
-            if num_tokens:
-                self._logits = None
 
     def compute(self, *, leave: int = 0) -> None:
         """Computes what is pending, but for the last `leave` tokens."""
@@ -153,15 +153,40 @@ class Sequence:
         while self.num_pending > leave:
             self._pass(lambda most: Wanted(min(most, self.num_pending - leave), ()))
 
-    def advance(self) -> F32:
-        """Computes what is pending. Returns the logits [V] after the last token; again if need be,
-        after an interrupt of whoever wanted to choose the next one.
+    def verify(self, proposed: Ids[int], judge: Judge) -> None:
+        """Computes what is pending, and behind it `proposed`, and appends what `judge` chooses.
+
+        `judge` gets the logits [1 + n, V] after the last pending token and after each proposed one,
+        and those n tokens: all of `proposed`, or as many as there is room for. It returns the
+        tokens to append: the first proposed ones as far as it accepts them, and then one more,
+        which stays pending. Rejected rows leave no trace. What it raises is raised, and nothing
+        was appended.
         """
+        assert self.num_pending, "there is nothing to compute"
         self._find()
-        while self.num_pending:
-            self._pass(self._last_wanted)
-        assert self._logits is not None, "a token was computed without its logits"
-        return self._logits
+        while not self._verify(proposed, judge):
+            pass
+
+    def _verify(self, proposed: Ids[int], judge: Judge) -> bool:
+        """One pass of `verify`; whether it was the last."""
+        with self._engine.turn(self) as lane:
+            most = min(self.state.room, self._engine.chunk_rows)
+            pending = self.pending
+            if len(pending) > most:
+                self._run(lane, pending[:most], ())
+                self.commit(lane, pending[:most])
+                return False
+            ids = [*pending, *proposed[: most - len(pending)]]
+            logits = self._run(lane, ids, tuple(range(len(pending) - 1, len(ids))))
+            chosen = judge(logits, ids[len(pending) :])
+            self.append(chosen)
+            self.commit(lane, [*pending, *chosen[:-1]])
+        return True
+
+    def _run(self, lane: int, token_ids: Ids[int], wanted: tuple[int, ...]) -> F32:
+        logits = self._engine.passes.run(self.lane_rows(lane, token_ids, wanted))
+        self.num_computed += len(token_ids)
+        return logits
 
     def rows(self) -> Iterator[F32]:
         """Logits [V] after each pending token, in order."""
@@ -177,9 +202,6 @@ class Sequence:
             done += len(logits)
             yield from logits
 
-    def _last_wanted(self, most: int) -> Wanted:
-        return Wanted(most, (most - 1,) if most == self.num_pending else ())
-
     def _pass(self, choose: Callable[[int], Wanted]) -> F32:
         """Computes pending tokens in one pass; `choose` is given the most that it can take.
 
@@ -191,9 +213,7 @@ class Sequence:
             assert most, "the context is full"
             chosen = choose(most)
             ids = self.pending[: chosen.num_rows]
-            logits = self._engine.passes.run(self.lane_rows(lane, ids, chosen.rows))
-            self.num_computed += len(ids)
-            self._logits = logits[-1] if chosen.rows else None
+            logits = self._run(lane, ids, chosen.rows)
             self.commit(lane, ids)
         return logits
 
@@ -314,7 +334,6 @@ class Sequence:
         """
         engine = self._engine
         other._tokens, other.length = self._tokens.copy(), self.length
-        other._logits = self._logits
         forked = self.table.fork(engine.pool, allocate)
         if forked is None:
             assert not self.is_stream, "a stream's fork has reserved its blocks"

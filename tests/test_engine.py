@@ -6,6 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from itertools import zip_longest
 from pathlib import Path
 
 import pytest
@@ -75,7 +76,7 @@ def test_seven_sessions_take_turns_in_one_thread(llm: LLM) -> None:
     before = llm.engine.stats.lane_switches
     answers = [s.generate(t, params(40), stream=True) for s, t in zip(sessions, SEVEN, strict=True)]
     start = time.monotonic()
-    for _ in zip(*answers, strict=True):
+    for _ in zip_longest(*answers):
         audit(llm.engine)
     assert [said(a.completion) for a in answers] == alone
     switches = llm.engine.stats.lane_switches - before
@@ -351,11 +352,10 @@ def test_the_engine_costs_little_beside_a_pass(llm: LLM) -> None:
             sequence = llm.engine.sequence()
             sequence.append([5, 5])
             with watchdog(), llm.engine.request(sequence, 120):
-                sequence.advance()
+                sequence.verify((), lambda logits, proposed: [5])
                 start = time.perf_counter()
                 for _ in range(100):
-                    sequence.append([5])
-                    sequence.advance()
+                    sequence.verify((), lambda logits, proposed: [5])
                 best["engine"] = min(best["engine"], (time.perf_counter() - start) / 100)
             llm.engine.close_sequence(sequence)
             llm.engine.cache.evict(10_000)

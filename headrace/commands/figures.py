@@ -54,6 +54,7 @@ def print_stats(measured: Measured, kv: KvStats) -> None:
         ("prefill", f"{timings.prefill_tokens_per_s:,.1f} tokens/s"),
         ("decode", f"{timings.decode_tokens_per_s:,.1f} tokens/s"),
         ("host time per step", "no step" if host_s is None else f"{host_s * 1000:.2f} ms"),
+        *_speculation_facts(completion),
         ("seed", str(completion.seed)),
         *kv_facts(kv),
         ("memory, anonymous", size(now.rss_anon)),
@@ -61,6 +62,15 @@ def print_stats(measured: Measured, kv: KvStats) -> None:
         ("memory, peak", size(now.vm_hwm)),
     ]
     print_facts("", facts, stderr=True)
+
+
+def _speculation_facts(completion: Completion) -> list[tuple[str, str]]:
+    counts = completion.speculation
+    if counts is None or not counts.passes:
+        return []
+    per_pass = completion.usage.completion_tokens / counts.passes
+    words = f"{counts.accepted:,} of {counts.proposed:,} proposed tokens accepted"
+    return [("tokens per pass", f"{per_pass:.2f}; {words}")]
 
 
 def kv_facts(kv: KvStats) -> list[tuple[str, str]]:

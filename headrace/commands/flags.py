@@ -29,6 +29,7 @@ _KINDS: dict[str, dict[str, Any]] = {
     "Bytes | None": {"type": str, "metavar": "SIZE"},
     "tuple[str, ...]": {"multiple": True, "metavar": "TEXT"},
     "Mapping[int, float]": {"multiple": True, "metavar": "ID=B"},
+    "Speculate": {"type": str, "metavar": "auto|off|N"},
     "Exactness": {"type": click.Choice(get_args(Exactness))},
 }
 """How a field is asked for, by its annotation."""

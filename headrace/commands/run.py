@@ -58,7 +58,16 @@ from headrace.runtime.request import SamplingParams
 )
 @sampling_flags
 @runtime_flags(
-    "ctx", "lanes", "pool", "prefix_cache", "threads", "exactness", "ram", "reserve", "mlock"
+    "ctx",
+    "lanes",
+    "pool",
+    "prefix_cache",
+    "threads",
+    "exactness",
+    "speculate",
+    "ram",
+    "reserve",
+    "mlock",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
 @click.option("--stats", is_flag=True, help="Print speed and memory on stderr afterwards.")

@@ -1,0 +1,231 @@
+"""The law of speculation: proposals change how many passes a text takes, and not the text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from commandline import CommandLine
+from exported import smollm2
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from headrace import LLM, SamplingParams
+from headrace.errors import UsageError
+from headrace.models.plantlog import sample_log
+from headrace.runtime.config import MAX_PROPOSED, RuntimeConfig
+from headrace.runtime.pace import Pace, PassCosts, costs_of
+from headrace.runtime.request import Completion
+from headrace.runtime.session import Session
+from headrace.runtime.speculate import Proposal, Speculator
+
+FREE = PassCosts({2: 1.0, 17: 1.0})
+"""Rows that cost nothing, so that all that is found is proposed."""
+
+LOOP = [7, 8, 9, 10, 11] * 5
+"""A prompt that repeats itself, so that much is found."""
+
+
+@pytest.fixture(scope="module")
+def plain(endless_bundle: Path, shared_cache: Path) -> Iterator[LLM]:
+    with LLM(endless_bundle, cache=shared_cache, lanes=2, ctx=512, speculate="off") as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def eager(endless_bundle: Path, shared_cache: Path) -> Iterator[LLM]:
+    with LLM(endless_bundle, cache=shared_cache, lanes=2, ctx=512, speculate=8) as llm:
+        yield llm
+
+
+def said(answer: Completion) -> tuple[object, ...]:
+    """All of an answer that must not depend on speculation."""
+    return answer.text, answer.token_ids, answer.logprobs, answer.finish_reason, answer.stop_reason
+
+
+class Oracle(Speculator):
+    """Proposes the text it was told, spoilt at one place: it is told the truth and lies."""
+
+    truth: tuple[int, ...] = ()
+    lie_at = 0
+
+    def propose(self, most: int) -> Proposal:
+        done = self._index.num_tokens - len(LOOP)
+        chain = list(self.truth[done : done + min(most, MAX_PROPOSED)])
+        if self.lie_at < len(chain):
+            chain[self.lie_at] = max(1, chain[self.lie_at]) - 1 or 2
+        return Proposal(tuple(chain), 16)
+
+
+def with_oracle(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, truth: tuple[int, ...], lie_at: int
+) -> None:
+    def speculator(sequence: object, num_new: int) -> Speculator:
+        oracle = Oracle(Pace(FREE, "auto"), LOOP, num_new)
+        oracle.truth, oracle.lie_at = truth, lie_at
+        return oracle
+
+    monkeypatch.setattr(llm.engine, "speculator", speculator)
+
+
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from([0.0, 0.3, 1.0]),
+    st.integers(1, 90),
+    st.sampled_from(["a", "x y x y x y x", "pump 3 low, pump 3 low, pump"]),
+)
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_speculated_equals_plain(
+    plain: LLM, eager: LLM, seed: int, temperature: float, num: int, prompt: str
+) -> None:
+    params = SamplingParams(
+        temperature=temperature, seed=seed, max_tokens=num, logprobs=2, repeat_penalty=1.05
+    )
+    assert said(eager.generate(prompt, params)) == said(plain.generate(prompt, params))
+
+
+@pytest.mark.parametrize("lie_at", [0, 1, 5, MAX_PROPOSED])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_any_proposal_gives_the_same_text(
+    plain: LLM, eager: LLM, monkeypatch: pytest.MonkeyPatch, lie_at: int, temperature: float
+) -> None:
+    """Right, wrong at once, and wrong after a while."""
+    params = SamplingParams(
+        temperature=temperature, seed=5, max_tokens=60, logprobs=1, ignore_eos=True
+    )
+    alone = plain.generate(LOOP, params)
+    with_oracle(eager, monkeypatch, alone.token_ids, lie_at)
+    answer = eager.generate(LOOP, params)
+    assert said(answer) == said(alone)
+    assert answer.speculation is not None
+    passes = answer.speculation.passes
+    assert passes == 1 + -(-59 // (lie_at + 1)), "each pass gives what was right, and one more"
+    assert answer.speculation.accepted == 60 - passes
+
+
+@pytest.mark.parametrize("cut", ["stop", "eos", "max_tokens"])
+def test_an_end_inside_a_proposal_cuts_it_there(
+    plain: LLM, eager: LLM, monkeypatch: pytest.MonkeyPatch, cut: str
+) -> None:
+    """And the context holds what was given out, and no more."""
+    params = SamplingParams(temperature=0.9, seed=11, max_tokens=40, ignore_eos=True)
+    whole = plain.generate(LOOP, params)
+    if cut == "stop":
+        middle = len(whole.text) // 2
+        params = replace(params, stop=(whole.text[middle : middle + 3],))
+    elif cut == "eos":
+        end = plain.tokenizer.eos_ids[0]
+        params = replace(params, ignore_eos=False, logit_bias={end: 9.0})
+        whole = plain.generate(LOOP, params)
+    else:
+        params = replace(params, max_tokens=7)
+    with_oracle(eager, monkeypatch, whole.token_ids, MAX_PROPOSED)
+    rests = []
+    for llm in (plain, eager):
+        with llm.session() as session:
+            first = session.generate(LOOP, params)
+            rests.append((said(first), session.num_tokens))
+            assert session.num_tokens == len(LOOP) + len(first.token_ids)
+    assert rests[0] == rests[1]
+
+
+def wraps(llm: LLM) -> Session:
+    return llm.session("stream", sinks=16, window=32, unit=16)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_wrapped_stream_is_the_same(
+    plain: LLM, eager: LLM, monkeypatch: pytest.MonkeyPatch, temperature: float
+) -> None:
+    """Over three wraps; proposals are rejected where the next eviction is near, too."""
+    params = SamplingParams(
+        temperature=temperature, seed=2, max_tokens=160, logprobs=0, ignore_eos=True
+    )
+    with wraps(plain) as alone:
+        expected = alone.generate(LOOP, params)
+        after = alone.generate([1, 2], params)
+    for lie_at in (0, 3, MAX_PROPOSED):
+        with_oracle(eager, monkeypatch, expected.token_ids, lie_at)
+        with wraps(eager) as stream:
+            assert said(stream.generate(LOOP, params)) == said(expected)
+            monkeypatch.setattr(eager.engine, "speculator", lambda *_: None)
+            assert said(stream.generate([1, 2], params)) == said(after)
+
+
+def test_a_full_context_ends_as_it_would(plain: LLM, eager: LLM) -> None:
+    params = SamplingParams(max_tokens=600, ignore_eos=True, logprobs=0)
+    a, b = (llm.generate(LOOP * 4, params) for llm in (plain, eager))
+    assert said(a) == said(b)
+    assert len(b.token_ids) == 512 - len(LOOP) * 4
+    assert b.speculation is not None and b.speculation.accepted > 0, b.speculation
+
+
+def test_closed_early_leaves_what_was_given_out(eager: LLM) -> None:
+    params = SamplingParams(max_tokens=200, ignore_eos=True)
+    with eager.session() as session:
+        answer = session.generate(LOOP * 3, params, stream=True)
+        given_out = 0
+        while given_out < 90:
+            given_out += len(next(answer).token_ids)
+        answer.close()
+        assert session.num_tokens == len(LOOP) * 3 + given_out
+        assert len(answer.completion.token_ids) == given_out
+
+
+def test_smollm2_says_the_same(shared_cache: Path) -> None:
+    prompts = ["\n".join(sample_log(12)) + "\n", "A strainer is put before a pump because"]
+    bundle = smollm2("int8", "f16").path
+    cases = [(0.0, None), (0.8, 3)]
+    answers: dict[object, list[tuple[object, ...]]] = {}
+    for speculate in ("off", "auto", 6):
+        with LLM(bundle, lanes=1, ctx=1024, speculate=speculate) as llm:
+            answers[speculate] = []
+            for prompt in prompts:
+                for temperature, seed in cases:
+                    params = SamplingParams(
+                        temperature=temperature, seed=seed, max_tokens=48, logprobs=0
+                    )
+                    answers[speculate].append(said(llm.generate(prompt, params)))
+    assert answers["auto"] == answers["off"]
+    assert answers[6] == answers["off"]
+
+
+@pytest.mark.parametrize("bad", ["fast", 0, 17, -1, True, 1.5, None])
+def test_settings_that_are_not_known(bad: object) -> None:
+    with pytest.raises(UsageError, match=r"speculate: got .* allowed are auto, off and 1 to 16"):
+        RuntimeConfig(speculate=bad)  # type: ignore[arg-type]  # that is the point
+
+
+def test_the_command_line_says_what_was_accepted(
+    command: CommandLine, endless_bundle: Path
+) -> None:
+    texts = {}
+    for speculate in ("off", "4"):
+        result = command(
+            "run", endless_bundle, "x y x y x y x y", "--raw", "--json", "--max-tokens", "60",
+            "--speculate", speculate, "--ctx", "256",
+        )  # fmt: skip
+        assert result.code == 0, result.err
+        texts[speculate] = json.loads(result.out)
+    assert texts["off"]["speculation"] is None
+    assert texts["4"]["speculation"]["passes"] <= 60
+    assert texts["4"]["text"] == texts["off"]["text"]
+
+
+def test_costs_are_measured_once(plain: LLM, tmp_path: Path) -> None:
+    path, told = tmp_path / "costs.json", list[str]()
+    say = told.append
+    first = costs_of(plain.backend, path, say)
+    assert costs_of(plain.backend, path, say) == first
+    assert len(told) == 1
+    for damage in ("{", "[]", '{"2": "x"}', '{"2": 0.1}'):
+        path.write_text(damage)
+        assert costs_of(plain.backend, path, say).seconds.keys() == first.seconds.keys()
+    assert len(told) == 5
+    assert np.isfinite(first.table(MAX_PROPOSED)).all()
