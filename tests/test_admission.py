@@ -169,6 +169,7 @@ def test_the_first_to_wait_is_the_first_to_go_on(llm: LLM) -> None:
     gate, order = Gate(), list[int]()
 
     def work(i: int, num_tokens: int) -> None:
+        gate.wait()
         wait_for_queue(llm, i)
         with llm.generate(ids(10, start=i), params(num_tokens), stream=True) as answer:
             next(answer)
@@ -188,9 +189,9 @@ def test_the_first_to_wait_is_the_first_to_go_on(llm: LLM) -> None:
         # A large one, and then small ones that would fit beside the first.
         errors = in_threads(
             first,
-            lambda: (gate.wait(), work(0, 100)),
-            lambda: (gate.wait(), work(1, 20)),
-            lambda: (gate.wait(), work(2, 20)),
+            lambda: work(0, 100),
+            lambda: work(1, 20),
+            lambda: work(2, 20),
             release,
         )
     assert errors == [None] * 5
