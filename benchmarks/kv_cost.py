@@ -5,8 +5,9 @@
 Three sides take turns, a part of a round each: `forward` decodes with the bare backend in a lane of
 its own, `session` with a sequence of the engine, `stream` with one that has wrapped and so evicts
 every 64 tokens. A step is one token, its logits at hand. `commit_share` is the time in commits over
-that of the steps; `staging_ms` what it takes to bring the sequence into a lane; `overhead_ms` the
-median step less that of `forward`, by round. The last line of --json is one object.
+that of the steps; `staging_ms` what it takes to bring the sequence into a lane, `staging_share` that
+over a turn, as if another waited for the lane at the end of each; `overhead_ms` the median step less
+that of `forward`, by round. The last line of --json is one object.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import numpy as np
 from headrace import LLM
 from headrace.runtime.batch import chain
 from headrace.runtime.engine import Engine
+from headrace.runtime.lanes import TURN_PASSES
 from headrace.runtime.ring import RingLayout
 from headrace.runtime.sequence import Sequence
 
@@ -124,8 +126,10 @@ class Side:
     def to_json(self, bare: Side) -> dict[str, float | list[float]]:
         over = [a.step_ms - b.step_ms for a, b in zip(self.parts, bare.parts, strict=True)]
         shares = [part.commit_share for part in self.parts]
+        staging_ms = 1e3 * float(np.median(self.staged_s))
+        step_ms = float(np.median([part.step_ms for part in self.parts]))
         return {
-            "step_ms": float(np.median([part.step_ms for part in self.parts])),
+            "step_ms": step_ms,
             "host_share": float(np.median([part.host_share for part in self.parts])),
             "commit_share": float(np.median(shares)),
             "commit_share_range": [min(shares), max(shares)],
@@ -133,7 +137,8 @@ class Side:
             * float(np.median([p.committing_s / len(p.steps_s) for p in self.parts])),
             "overhead_ms": float(np.median(over)),
             "overhead_ms_range": [min(over), max(over)],
-            "staging_ms": 1e3 * float(np.median(self.staged_s or [0.0])),
+            "staging_ms": staging_ms,
+            "staging_share": staging_ms / (staging_ms + TURN_PASSES * step_ms),
         }
 
 
