@@ -16,7 +16,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,11 @@ from typing import Any
 import numpy as np
 
 from headrace import LLM
-from headrace.runtime.batch import chain
+from headrace.runtime.batch import F32, chain
 from headrace.runtime.engine import Engine
 from headrace.runtime.lanes import TURN_PASSES
 from headrace.runtime.ring import RingLayout
-from headrace.runtime.sequence import Sequence
+from headrace.runtime.sequence import Sequence as Tokens
 
 WINDOW = 960
 """Of the stream, whose context is 64 sinks, the window and up to 64 tokens more."""
@@ -59,6 +59,11 @@ def some_tokens(num_tokens: int) -> list[int]:
     return [20 + i % 200 for i in range(num_tokens)]
 
 
+def choose(logits: F32, proposed: Sequence[int]) -> list[int]:
+    logits[0].argmax()
+    return [30]
+
+
 class Bare:
     """Decodes at slots `context` .. `context + steps - 1` of lane 0, over and over."""
 
@@ -81,11 +86,11 @@ class Bare:
 class Computed:
     """Decodes with a sequence; every part goes on where the last one ended, or from a fork."""
 
-    def __init__(self, engine: Engine, sequence: Sequence, context: int) -> None:
+    def __init__(self, engine: Engine, sequence: Tokens, context: int) -> None:
         self.engine, self.sequence = engine, sequence
         sequence.append(some_tokens(context))
         with engine.request(sequence, 0):
-            sequence.compute()
+            sequence.compute(leave=1)
 
     def part(self, steps: int) -> tuple[Part, float]:
         """The steps, and the seconds that staging took."""
@@ -94,8 +99,7 @@ class Computed:
         staging = engine.stats.seconds_staging
 
         def step() -> None:
-            sequence.append((30,))
-            sequence.advance().argmax()
+            sequence.verify((), choose)
 
         with engine.request(sequence, steps + 1):
             step()
