@@ -172,7 +172,7 @@ class Soak:
 def bind_widths(llm: LLM) -> None:
     """A pass of every width in all lanes; they must be empty. A backend keeps 64 bindings."""
     lanes = llm.backend.facts.lanes
-    for width in (*range(2, 17), 32, 48, 64, 128, 192, 256):
+    for width in (*range(2, 17), 32, 48, 64, 96, 128, 192, 256):
         row_ids = np.arange(1, 1 + min(width, llm.capacity))
         for first in range(lanes):
             for last in range(first, lanes):

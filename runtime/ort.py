@@ -276,5 +276,5 @@ def _padded(num_rows: int) -> int:
     """Width of a pass: few widths, so that few bindings are ever made."""
     if num_rows <= 16:
         return num_rows
-    step = 16 if num_rows <= 64 else 64
+    step = 16 if num_rows <= 64 else 32 if num_rows <= 128 else 64
     return -(-num_rows // step) * step
