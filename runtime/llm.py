@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, overload
 
-import onnxruntime as ort
-
-from headrace.errors import BundleError, ContextFullError, UsageError
-from headrace.intact import CheckMemory
-from headrace.models.manifest import TARGET, TOKENIZER, Bundle
+from headrace.errors import ContextFullError, UsageError
+from headrace.models.manifest import Bundle
 from headrace.paths import cache_dir
 from headrace.runtime import prepare
 from headrace.runtime.answer import Answer
@@ -23,6 +20,7 @@ from headrace.runtime.bill import require_memory
 from headrace.runtime.config import RuntimeConfig
 from headrace.runtime.engine import Engine
 from headrace.runtime.exactness import Machine, require_exact
+from headrace.runtime.load import Say, load_session, load_tokenizer, prepare_bundle, verify
 from headrace.runtime.ort import OrtBackend
 from headrace.runtime.pace import Pace, costs_of
 from headrace.runtime.prefix import Root
@@ -30,9 +28,7 @@ from headrace.runtime.request import Completion, SamplingParams, TokenLogprob
 from headrace.runtime.ring import RingLayout
 from headrace.runtime.sampling import log_normalizer
 from headrace.runtime.session import Session
-from headrace.runtime.tokenizer import Tokenizer
 
-Say = Callable[[str], None]
 Message = Mapping[str, Any]
 
 
@@ -99,7 +95,7 @@ class LLM:
         verify(self.bundle, cache, say)
         self.tokenizer = load_tokenizer(self.bundle)
         self.prepared = prepare_bundle(self.bundle, cache, self.config.threads, say)
-        session = _load(self.prepared.model, self.config.threads)
+        session = load_session(self.prepared.model, self.config.threads)
         self._locked = prepare.mlock(self.prepared) if self.config.mlock else None
         self.backend = OrtBackend(
             session,
@@ -409,49 +405,3 @@ def runtime_config(settings: Mapping[str, Any]) -> RuntimeConfig:
         if name not in known:
             raise UsageError(f"unknown setting {name!r}; known are {', '.join(known)}")
     return RuntimeConfig(**settings)
-
-
-def verify(bundle: Bundle, cache: Path, say: Say) -> None:
-    """Raises BundleError unless every file of the bundle is what the manifest says."""
-    memory = CheckMemory(cache / "checked.json")
-    bundle.verify(
-        lambda path, record: memory.is_intact(
-            path, record.sha256, lambda: say(f"checking {path.name}")
-        )
-    )
-
-
-def load_tokenizer(bundle: Bundle) -> Tokenizer:
-    manifest, path = bundle.manifest, bundle.file(TOKENIZER)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise BundleError(f"{path}: cannot be read: {error}") from error
-    habits = manifest.tokenizer
-    return Tokenizer.from_json(
-        text,
-        chat_template=habits.chat_template,
-        bos_id=habits.bos_id,
-        eos_ids=habits.eos_ids,
-        add_bos=habits.add_bos,
-        vocab_size=manifest.config.vocab_size,
-    )
-
-
-def prepare_bundle(bundle: Bundle, cache: Path, threads: int | None, say: Say) -> prepare.Prepared:
-    """The target's weights as file pages for this machine (`headrace prepare`)."""
-    return prepare.prepare(
-        bundle.file(TARGET),
-        cache=cache / "prepared",
-        identity=bundle.target_identity(),
-        threads=threads,
-        progress=say,
-    )
-
-
-def _load(model: Path, threads: int | None) -> ort.InferenceSession:
-    options = prepare.session_options(threads, prepared=True)
-    try:
-        return ort.InferenceSession(str(model), options, providers=list(prepare.PROVIDERS))
-    except Exception as error:
-        raise BundleError(f"{model}: ONNX Runtime cannot load it: {error}") from error

@@ -27,7 +27,7 @@ from headrace.runtime.arena import ArenaShape
 from headrace.runtime.bill import Bill, Facts, Limit, bill, limit_here, require_fit, require_memory
 from headrace.runtime.config import RuntimeConfig
 from headrace.runtime.kv import PoolShape
-from headrace.runtime.llm import prepare_bundle
+from headrace.runtime.load import prepare_bundle
 from headrace.runtime.overhead import Overhead, estimate
 from headrace.runtime.plan import Wish, largest_window, plan, suffices
 from headrace.sizes import GIB, MIB, exact_size, parse_size, show_size

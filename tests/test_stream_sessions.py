@@ -38,7 +38,7 @@ from headrace.models.plantlog import sample_log
 from headrace.runtime.batch import F32
 from headrace.runtime.blocks import BLOCK_TOKENS
 from headrace.runtime.engine import Engine
-from headrace.runtime.llm import load_tokenizer
+from headrace.runtime.load import load_tokenizer
 from headrace.runtime.ring import RingLayout
 from headrace.runtime.sampling import log_normalizer
 from headrace.runtime.sequence import Sequence

@@ -17,7 +17,7 @@ from headrace.models.plantlog import sample_log
 from headrace.models.rope import cos_sin, rotate
 from headrace.runtime.batch import F32, I64
 from headrace.runtime.kv import SinkRotation
-from headrace.runtime.llm import load_tokenizer
+from headrace.runtime.load import load_tokenizer
 from headrace.runtime.ring import RingLayout
 
 F64 = npt.NDArray[np.float64]

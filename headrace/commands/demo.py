@@ -88,7 +88,7 @@ def _bundle(source: Path, source_sha256: str) -> Path:
 
 def _show_again(bundle: Path) -> None:
     """Checks a bundle that is there and prints its parity; raises BundleError."""
-    from headrace.runtime.llm import verify
+    from headrace.runtime.load import verify
 
     opened = Bundle.open(bundle)
     verify(opened, cache_dir(), say)

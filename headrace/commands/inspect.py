@@ -137,7 +137,7 @@ def _tokenizer_facts(bundle: Bundle, files: Sequence[_FileState]) -> list[tuple[
     record = bundle.manifest.tokenizer
     names: dict[int, str] = {}
     if any(file.name == TOKENIZER and file.state == "ok" for file in files):
-        from headrace.runtime.llm import load_tokenizer
+        from headrace.runtime.load import load_tokenizer
 
         tokenizer = load_tokenizer(bundle)
         ids = {*record.eos_ids, *(() if record.bos_id is None else (record.bos_id,))}

@@ -24,7 +24,7 @@ def command(bundle: Path, **flags: Any) -> None:
     """
     config = runtime_config(flags)
 
-    from headrace.runtime.llm import prepare_bundle, verify
+    from headrace.runtime.load import prepare_bundle, verify
 
     opened, cache = Bundle.open(bundle), cache_dir()
     verify(opened, cache, say)
