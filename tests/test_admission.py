@@ -17,6 +17,7 @@ from headrace import LLM
 from headrace.errors import PoolFullError, UsageError
 from headrace.runtime import room
 from headrace.runtime.admission import Admission
+from headrace.runtime.sequence import Sequence
 
 STREAM: dict[str, Any] = {"mode": "stream", "sinks": 16, "window": 48, "unit": 16}
 """Five blocks."""
@@ -165,37 +166,35 @@ def test_the_newest_waits_and_all_get_done(llm: LLM, roomy: LLM) -> None:
     assert llm.engine.stats.waited_requests - waited >= 6
 
 
-def test_the_first_to_wait_is_the_first_to_go_on(llm: LLM) -> None:
+def test_the_first_to_wait_is_the_first_to_go_on(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large request, and then small ones that would fit beside the one that runs."""
     gate, order = Gate(), list[int]()
+    reserve = llm.engine._room._reserve
 
-    def work(i: int, num_tokens: int) -> None:
-        gate.wait()
-        wait_for_queue(llm, i)
-        with llm.generate(ids(10, start=i), params(num_tokens), stream=True) as answer:
-            next(answer)
-            order.append(i)
-            for _ in answer:
-                pass
+    def noted(sequence: Sequence) -> bool:
+        is_admitted = reserve(sequence)
+        if is_admitted:
+            order.append(sequence.worst_case)
+        return is_admitted
 
-    def first() -> None:
-        llm.generate(ids(60), params(60))  # eight blocks
+    monkeypatch.setattr(llm.engine._room, "_reserve", noted)
+
+    def work(num_before: int, num_blocks: int) -> None:
+        if num_blocks < 8:
+            gate.wait()
+            wait_for_queue(llm, num_before)
+        llm.generate(ids(10, start=num_blocks), params(num_blocks * 16 - 10))
 
     def release() -> None:
-        gate.wait()
         wait_for_queue(llm, 3)
         gate.open()
 
     with hooked(llm, gate):
-        # A large one, and then small ones that would fit beside the first.
         errors = in_threads(
-            first,
-            lambda: work(0, 100),
-            lambda: work(1, 20),
-            lambda: work(2, 20),
-            release,
+            release, lambda: work(0, 8), lambda: work(0, 7), lambda: work(1, 2), lambda: work(2, 3)
         )
     assert errors == [None] * 5
-    assert order == [0, 1, 2]
+    assert order == [8, 7, 2, 3]
 
 
 def test_paused_answers_of_one_thread_lend_their_blocks(

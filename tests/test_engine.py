@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hands import (
     PARAMS,
@@ -26,6 +27,7 @@ from hands import (
 
 from headrace import LLM
 from headrace.errors import ModelOutputError, UsageError
+from headrace.runtime.batch import chain
 from headrace.runtime.lanes import TURN_PASSES
 from headrace.runtime.prefix import Root
 from headrace.runtime.session import Session
@@ -331,11 +333,9 @@ def test_closing_waits_for_the_pass_in_progress(tiny_bundle: Path, shared_cache:
 
 
 def test_the_engine_costs_little_beside_a_pass(llm: LLM) -> None:
-    """Its share of a decode step, with a backend that computes nothing."""
-    import numpy as np
-
-    from headrace.runtime.batch import chain
-
+    """Its share of a decode step, with a backend that computes nothing: 40 microseconds when
+    nothing else runs on the machine.
+    """
     nothing = np.zeros((4, llm.engine.facts.vocab_size), np.float32)
 
     class Null:
@@ -354,17 +354,17 @@ def test_the_engine_costs_little_beside_a_pass(llm: LLM) -> None:
             sequence.append([5, 5])
             with watchdog(), llm.engine.request(sequence, 120):
                 sequence.verify((), lambda logits, proposed: [5])
-                start = time.perf_counter()
+                start = time.thread_time()
                 for _ in range(100):
                     sequence.verify((), lambda logits, proposed: [5])
-                best["engine"] = min(best["engine"], (time.perf_counter() - start) / 100)
+                best["engine"] = min(best["engine"], (time.thread_time() - start) / 100)
             llm.engine.close_sequence(sequence)
             llm.engine.cache.evict(10_000)
-            start = time.perf_counter()
+            start = time.thread_time()
             for past in range(100):
                 passes._backend.forward([chain(0, token, past, (0,))]).copy()
-            best["direct"] = min(best["direct"], (time.perf_counter() - start) / 100)
+            best["direct"] = min(best["direct"], (time.thread_time() - start) / 100)
     finally:
         passes._backend = before
     overhead = best["engine"] - best["direct"]
-    assert overhead < 200e-6, f"{overhead * 1e6:.0f} microseconds a step"
+    assert overhead < 150e-6, f"{overhead * 1e6:.0f} microseconds a step"
