@@ -152,7 +152,7 @@ def bill(facts: Facts, config: RuntimeConfig, limit: Limit) -> Bill:
             known,
             f"a pass of {most_rows} rows",
         ),
-        Line("bindings", _bindings(facts.config, config.lanes, arena.slots), False, "estimated"),
+        Line("bindings", _bindings(facts.config, config.lanes), False, "estimated"),
         Line("Python", cost.python, False, known),
         Line("tokenizer", facts.tokenizer_file * _TOKENIZER_GROWTH, False, "estimated"),
     ]
@@ -167,12 +167,12 @@ def _logits(config: ModelConfig) -> Bytes:
     return 2 * MAX_WANTED * config.vocab_size * 4
 
 
-def _bindings(config: ModelConfig, lanes: int, slots: int) -> Bytes:
-    """Bindings of many shapes with their inputs, and the remembered cosines."""
+def _bindings(config: ModelConfig, lanes: int) -> Bytes:
+    """Bindings of many shapes with their inputs, and the cosines that a stream comes to remember."""
     ropes = 2 if config.rope_local is not None else 1
     row_bytes = ropes * config.head_dim * 4 + 8
     one = 2 * config.num_layers * _BINDING_BYTES_PER_TENSOR + 8 * lanes * row_bytes
-    remembered = min(slots, RopeTable.BLOCK * RopeTable.MAX_BLOCKS)
+    remembered = RopeTable.BLOCK * RopeTable.MAX_BLOCKS
     return MAX_BINDINGS * one + remembered * ropes * config.head_dim * 4
 
 
