@@ -179,7 +179,7 @@ def test_closed_early_leaves_what_was_given_out(eager: LLM) -> None:
 
 
 def test_smollm2_says_the_same(shared_cache: Path) -> None:
-    prompts = ["\n".join(sample_log(12)) + "\n", "A strainer is put before a pump because"]
+    prompts = [sample_log(12), "A strainer is put before a pump because"]
     bundle = smollm2("int8", "f16").path
     cases = [(0.0, None), (0.8, 3)]
     answers: dict[object, list[tuple[object, ...]]] = {}
