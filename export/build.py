@@ -65,8 +65,8 @@ def export(
         _check_quant("draft_quant", options.draft.quant)
     if out.exists():
         raise UsageError(f"{out}: exists already; choose another name or remove it")
-    inputs = _inputs(source, options, report)
     with _whole_or_absent(out) as folder:
+        inputs = _inputs(source, options, report)
         return _Export(inputs, options, folder, report).run()
 
 
