@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass
 from itertools import zip_longest
-from types import TracebackType
-from typing import Self
 
+from headrace.closing import Closing
 from headrace.errors import UsageError
 from headrace.runtime.batch import F32
 from headrace.runtime.engine import Engine
@@ -38,7 +37,7 @@ class _End:
     reason: str | int | None = None
 
 
-class Answer:
+class Answer(Closing):
     """An iterator over an answer's pieces; `completion` is the whole, once it has ended.
 
     Closing it or leaving its `with` block ends the request at once, dropping it at the model's
@@ -89,17 +88,6 @@ class Answer:
             raise
         finally:
             self._busy.release()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Ends the request and frees its blocks, unless they are a session's; the completion holds

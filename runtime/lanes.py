@@ -51,10 +51,6 @@ class Lanes:
     def num_in_turn(self) -> int:
         return sum(lane.in_turn for lane in self._lanes)
 
-    @property
-    def holders(self) -> list[Sequence]:
-        return [lane.holder for lane in self._lanes if lane.holder is not None]
-
     def give(self, sequence: Sequence) -> bool:
         """Whether the sequence has a lane now; if not, it stands in the queue for one."""
         if sequence.lane is not None and not (self._queue and self._is_used_up(sequence.lane)):

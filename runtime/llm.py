@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, Self, overload
+from typing import Any, Literal, overload
 
+from headrace.closing import Closing
 from headrace.errors import ContextFullError, UsageError
 from headrace.models.manifest import Bundle
 from headrace.paths import cache_dir
@@ -57,7 +57,7 @@ class Score:
         }
 
 
-class LLM:
+class LLM(Closing):
     """A loaded bundle. Use it as a context manager, or close it."""
 
     def __init__(
@@ -340,17 +340,6 @@ class LLM:
         if self._locked is not None:
             self._locked.close()
         self.engine.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _answer(
         self, ids: Sequence[int], params: SamplingParams | None, stream: bool

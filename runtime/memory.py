@@ -9,11 +9,10 @@ import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 
+from headrace.closing import Closing
 from headrace.errors import HeadraceError
 
 
@@ -89,7 +88,7 @@ def _mappings(path: str) -> list[FileRange]:
     return found
 
 
-class LockedPages:
+class LockedPages(Closing):
     """Parts of a file held in memory until `close`; also a context manager."""
 
     def __init__(self, path: Path, ranges: Sequence[FileRange]) -> None:
@@ -121,17 +120,6 @@ class LockedPages:
         """Lets the kernel drop the pages again; may be called twice."""
         while self._maps:
             self._maps.pop().close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def _raise_soft_limit(nbytes: int) -> None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,22 +22,6 @@ from headrace.runtime.ring import Eviction, RingLayout, RingState, entries
 
 if TYPE_CHECKING:
     from headrace.runtime.engine import Engine
-
-
-class State(Protocol):
-    """Where everything is after `num_tokens` computed tokens; `RingState` has the contracts."""
-
-    @property
-    def num_tokens(self) -> int: ...
-    @property
-    def num_slots(self) -> int: ...
-    @property
-    def num_evictions(self) -> int: ...
-    @property
-    def room(self) -> int: ...
-    @property
-    def sink_shift(self) -> int: ...
-    def commit(self, num_rows: int) -> tuple[Self, Eviction | None]: ...
 
 
 @dataclass(frozen=True)

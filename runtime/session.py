@@ -7,9 +7,9 @@ import weakref
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Ids
 from contextlib import contextmanager
-from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Self, overload
+from typing import TYPE_CHECKING, Literal, overload
 
+from headrace.closing import Closing
 from headrace.errors import UsageError
 from headrace.runtime.answer import Answer
 from headrace.runtime.request import Completion, SamplingParams
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Prompt = str | Ids[int]
 
 
-class Session:
+class Session(Closing):
     """A context that texts are fed to and answers are generated in; both become part of it.
 
     `LLM.session` makes one. Use it as a context manager, or close it; one that is dropped is closed
@@ -115,17 +115,6 @@ class Session:
         """Gives its blocks back; may be called again. Its answers can go on no longer."""
         self._drop.detach()
         self._llm.engine.close_sequence(self._sequence)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _append(self, prompt: Prompt, num_new: int = 0) -> None:
         ids = self._llm.encode(prompt, is_first=not self.num_tokens)
