@@ -85,6 +85,11 @@ class ModelConfig:
         return "sliding" in self.layer_types
 
     @property
+    def local_window(self) -> int | None:
+        """Tokens that the sliding layers see; None without such layers."""
+        return self.sliding_window if self.has_local_layers else None
+
+    @property
     def kv_values_per_token(self) -> int:
         """Numbers that one token's keys and values hold, all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim

@@ -289,8 +289,7 @@ class LLM(Closing):
         layout = RingLayout.filling(
             self.capacity, sinks=sinks, window=window, unit=unit, system_prompt_len=system_len
         )
-        local = config.sliding_window if config.has_local_layers else None
-        layout.require_fit(config.max_position, local, system_len)
+        layout.require_fit(config.max_position, config.local_window, system_len)
         return layout
 
     def pin(self, text: str | Sequence[int]) -> int:

@@ -124,7 +124,7 @@ class OrtBackend:
         self._logits = np.zeros((MAX_WANTED, config.vocab_size), np.float32)
         self._bindings: dict[_Shape, _Binding] = {}
         self._biases = _Biases(
-            config.sliding_window if config.has_local_layers else None,
+            config.local_window,
             lanes * min(MAX_ROWS, self.arena.slots) * self.arena.slots,
         )
         self._ropes = [RopeTable(config.rope)]

@@ -75,9 +75,7 @@ def settle(model: ModelConfig, config: RuntimeConfig, wish: Wish) -> RuntimeConf
     """
     if wish.window is not None:
         ring = wish.ring(wish.window)
-        ring.require_fit(
-            model.max_position, model.sliding_window if model.has_local_layers else None
-        )
+        ring.require_fit(model.max_position, model.local_window)
         if config.ctx is None:
             config = dataclasses.replace(config, ctx=ring.capacity)
         elif ring.capacity > config.ctx:
@@ -134,8 +132,7 @@ def largest_window(facts: Facts, config: RuntimeConfig, wish: Wish, limit: Limit
     if not num_good:
         return None
     window = windows[num_good - 1]
-    local = model.sliding_window if model.has_local_layers else None
-    return window if local is None or window >= local else None
+    return window if window >= (model.local_window or 0) else None
 
 
 def suffices(facts: Facts, config: RuntimeConfig, wish: Wish, limit: Limit) -> bool:

@@ -101,7 +101,7 @@ class RingLayout:
 
         Args:
             trained_context: `ModelConfig.max_position`.
-            local_window: `ModelConfig.sliding_window` of a model with local layers.
+            local_window: `ModelConfig.local_window`.
             system_prompt_len: tokens that must never be evicted.
         """
         if self.capacity > trained_context:
