@@ -34,16 +34,22 @@ class Speculator:
         self._pace = pace
         self._index = NgramIndex.holding(len(token_ids) + num_new)
         self._tail: list[int] = []
+        self._unread = list(token_ids)
+        """Not indexed yet: a long prompt must not hold up the first token, which needs no proposal."""
         self._counts = [0, 0, 0]
-        self.extend(token_ids)
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Tokens that have become text."""
-        self._index.extend(token_ids)
-        self._tail = [*self._tail, *token_ids][-MAX_MATCH:]
+        self._unread += token_ids
+
+    def _read(self) -> None:
+        self._index.extend(self._unread)
+        self._tail = [*self._tail, *self._unread][-MAX_MATCH:]
+        self._unread.clear()
 
     def propose(self, most: int) -> Proposal:
         """Up to `most` tokens, as many as promise the most tokens a second."""
+        self._read()
         most = min(most, self._pace.limit)
         match = self._index.propose(self._tail, most) if most > 0 else None
         if match is None:

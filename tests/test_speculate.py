@@ -54,6 +54,7 @@ class Oracle(Speculator):
     lie_at = 0
 
     def propose(self, most: int) -> Proposal:
+        self._read()
         done = self._index.num_tokens - len(LOOP)
         chain = list(self.truth[done : done + min(most, MAX_PROPOSED)])
         if self.lie_at < len(chain):

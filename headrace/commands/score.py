@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ def command(bundle: Path, file: Path | None, tokens: bool, as_json: bool, **flag
     The text is FILE, or else stdin. Prints its perplexity under the model of BUNDLE and the sum
     of its tokens' natural-log probabilities, each after the tokens before it.
     """
-    config = runtime_config(flags)
+    # nothing is generated, so nothing needs to be measured for speculation
+    config = dataclasses.replace(runtime_config(flags), speculate="off")
     if file is None or str(file) == prompts.STDIN:
         text = prompts.read_stdin("the text on stdin")
     else:
