@@ -38,7 +38,9 @@ class Side(Protocol):
 class Headrace:
     def __init__(self, bundle: Path, ctx: int, threads: int) -> None:
         before = memory.usage()
-        self.llm = LLM(bundle, ctx=ctx, threads=threads, say=lambda m: print(m, file=sys.stderr))
+        self.llm = LLM(
+            bundle, ctx=ctx, target_threads=threads, say=lambda m: print(m, file=sys.stderr)
+        )
         after = memory.usage()
         self.grown_anon = after.rss_anon - before.rss_anon
         self.grown_file = after.rss_file - before.rss_file

@@ -174,7 +174,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    config: dict[str, Any] = {"threads": args.threads, "ctx": args.context + args.steps + 64}
+    config: dict[str, Any] = {"target_threads": args.threads, "ctx": args.context + args.steps + 64}
     with (
         LLM(args.bundle, **config, lanes=1) as bare,
         # One lane, so that session and stream must stage at every turn.

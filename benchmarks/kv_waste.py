@@ -118,7 +118,7 @@ def main() -> None:
         with LLM(
             args.bundle,
             lanes=args.lanes,
-            threads=args.threads,
+            target_threads=args.threads,
             ctx=LONGEST + 2,
             # Room for the request that runs besides what the sessions before it hold.
             pool=(num_blocks + 2) * BLOCK_TOKENS,

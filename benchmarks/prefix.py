@@ -110,7 +110,7 @@ def main() -> None:
     args = parser.parse_args()
     load = Load(args.shared, args.own, args.generated, args.sessions)
     config: dict[str, Any] = {
-        "threads": args.threads,
+        "target_threads": args.threads,
         "ctx": load.session_len,
         "pool": load.sessions * blocks_for(load.session_len) * 16,
     }

@@ -258,7 +258,7 @@ def main() -> None:
         parser.add_argument(f"--{each.name.replace('_', '-')}", type=kind, default=each.default)
     args = parser.parse_args()
     load = Load(**{each.name: getattr(args, each.name) for each in dataclasses.fields(Load)})
-    config: dict[str, Any] = {"lanes": args.lanes, "threads": args.threads}
+    config: dict[str, Any] = {"lanes": args.lanes, "target_threads": args.threads}
     config |= {"ctx": load.window + 2 * 64, "pool": pool_tokens(load)}
     text = "".join(path.read_text(encoding="utf-8", errors="replace") for path in args.text)
     report = run(lambda: LLM(args.bundle, **config, say=_say), text, load)

@@ -194,7 +194,7 @@ def measure(llm: LLM, text: str, args: argparse.Namespace) -> figures.Measured:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    with LLM(args.bundle, ctx=args.ctx, lanes=1, threads=args.threads, say=say) as llm:
+    with LLM(args.bundle, ctx=args.ctx, lanes=1, target_threads=args.threads, say=say) as llm:
         measured = []
         for text in args.text:
             measured.append(measure(llm, text, args))

@@ -8,7 +8,9 @@ from typing import Literal
 
 from headrace.errors import UsageError
 from headrace.models.config import ModelConfig
+from headrace.runtime import cores
 from headrace.runtime.blocks import blocks_for
+from headrace.runtime.cores import Placement
 from headrace.sizes import Bytes, parse_size
 
 DEFAULT_CTX = 4096
@@ -39,8 +41,16 @@ class RuntimeConfig:
     """Tokens that the pool of keys and values holds; unless set, as many as all lanes together."""
     prefix_cache: bool = True
     """Compute what prompts begin with only once, as long as the pool still holds it."""
-    threads: int | None = None
-    """Threads of a pass; unless set, one a physical core (ONNX Runtime's choice)."""
+    target_threads: int | None = None
+    """Threads of the target's passes; unless set, one for each of --target-cpus, of a machine's
+    fast cores or, where all are alike, of its physical cores."""
+    target_cpus: str | None = None
+    """CPUs that the target computes on (4-7); unless set, the fast cores where there are slow ones
+    too, else any."""
+    draft_threads: int | None = None
+    """Threads of the draft's passes on the CPU; unless set, one."""
+    draft_cpus: str | None = None
+    """CPUs that the draft computes on (0-3); unless set, any."""
     exactness: Exactness = "exact"
     """`exact` refuses models whose bits would depend on how rows are grouped."""
     speculate: Speculate = "auto"
@@ -62,8 +72,8 @@ class RuntimeConfig:
         _check("lanes", self.lanes, 1, MAX_LANES)
         if self.pool is not None:
             _check("pool", self.pool, MIN_CTX, MAX_POOL)
-        if self.threads is not None:
-            _check("threads", self.threads, 1, MAX_THREADS)
+        _check_cpus("target", self.target_cpus, self.target_threads)
+        _check_cpus("draft", self.draft_cpus, self.draft_threads)
         if self.exactness not in ("exact", "tree"):
             raise UsageError(f"exactness: got {self.exactness!r}, allowed are exact and tree")
 
@@ -77,6 +87,37 @@ class RuntimeConfig:
     def pool_blocks(self, config: ModelConfig) -> int:
         """Blocks of the pool: whole ones that hold at least the tokens asked for."""
         return blocks_for(self.pool or self.lanes * self.capacity(config))
+
+    def target_placement(self) -> Placement:
+        """Where the target computes; asks the machine unless CPUs are listed."""
+        if self.target_cpus is None:
+            return cores.default_here(self.target_threads)
+        cpus = cores.parse_cpu_list(self.target_cpus)
+        return Placement(cpus, self.target_threads or len(cpus))
+
+    def draft_placement(self) -> Placement:
+        """Where the draft computes, as long as it does so on the CPU."""
+        cpus = None if self.draft_cpus is None else cores.parse_cpu_list(self.draft_cpus)
+        return Placement(cpus, self.draft_threads or 1)
+
+
+def _check_cpus(model: str, listed: object, threads: int | None) -> None:
+    if threads is not None:
+        _check(f"{model}_threads", threads, 1, MAX_THREADS)
+    if listed is None:
+        return
+    try:
+        if not isinstance(listed, str):
+            raise UsageError(f"got {listed!r}, allowed is a text such as '4-7,0'")
+        cpus = cores.parse_cpu_list(listed)
+        cores.require_allowed(cpus)
+    except UsageError as error:
+        raise UsageError(f"{model}_cpus: {error}") from None
+    if threads is not None and threads > len(cpus):
+        raise UsageError(
+            f"{model}_threads: got {threads}, but {model}_cpus {listed} are {len(cpus)}; "
+            "use fewer threads or list more CPUs"
+        )
 
 
 def _speculate(value: object) -> Speculate:

@@ -90,12 +90,13 @@ class LLM(Closing):
         self.capacity = self.config.capacity(manifest.config)
         if self.config.exactness == "exact":
             require_exact(manifest.config, manifest.kv, Machine.here())
+        self.placement = self.config.target_placement()
         cache = Path(self.config.cache or cache_dir())
         self.bill = require_memory(self.bundle, self.config, cache)
         verify(self.bundle, cache, say)
         self.tokenizer = load_tokenizer(self.bundle)
-        self.prepared = prepare_bundle(self.bundle, cache, self.config.threads, say)
-        session = load_session(self.prepared.model, self.config.threads)
+        self.prepared = prepare_bundle(self.bundle, cache, self.placement.threads, say)
+        session = load_session(self.prepared.model, self.placement)
         self._locked = prepare.mlock(self.prepared) if self.config.mlock else None
         self.backend = OrtBackend(
             session,
@@ -119,7 +120,7 @@ class LLM(Closing):
     def _pace(self, say: Say) -> Pace | None:
         if self.config.speculate == "off":
             return None
-        path = self.prepared.folder / f"costs-{self.config.threads or 0}.json"
+        path = self.prepared.folder / f"costs-{self.placement}.json"
         return Pace(costs_of(self.backend, path, say), self.config.speculate)
 
     @property

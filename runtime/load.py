@@ -11,6 +11,7 @@ from headrace.errors import BundleError
 from headrace.intact import CheckMemory
 from headrace.models.manifest import TARGET, TOKENIZER, Bundle
 from headrace.runtime import prepare
+from headrace.runtime.cores import Placement
 from headrace.runtime.tokenizer import Tokenizer
 
 Say = Callable[[str], None]
@@ -55,8 +56,8 @@ def prepare_bundle(bundle: Bundle, cache: Path, threads: int | None, say: Say) -
     )
 
 
-def load_session(model: Path, threads: int | None) -> ort.InferenceSession:
-    options = prepare.session_options(threads, prepared=True)
+def load_session(model: Path, placement: Placement) -> ort.InferenceSession:
+    options = prepare.session_options(placement, prepared=True)
     try:
         return ort.InferenceSession(str(model), options, providers=list(prepare.PROVIDERS))
     except Exception as error:

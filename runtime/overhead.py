@@ -20,6 +20,7 @@ import onnxruntime as ort
 
 from headrace.models.config import ModelConfig
 from headrace.models.iospec import LANES, LOGIT_ROWS, ROWS, SLOTS, TOTAL
+from headrace.runtime.cores import Placement
 from headrace.runtime.memory import mapped_ranges, usage
 from headrace.runtime.ort import MAX_ROWS
 from headrace.runtime.pages import resident, untouched
@@ -99,7 +100,7 @@ def measure(folder: Path, threads: int | None) -> Overhead:
     import headrace.runtime.llm  # noqa: F401  what a process that runs a model has imported
 
     start = usage()
-    options = session_options(threads, prepared=True)
+    options = session_options(Placement(threads=threads), prepared=True)
     session = ort.InferenceSession(str(folder / MODEL), options, providers=PROVIDERS)
     loaded = usage()
     weights = sum(part.length for part in mapped_ranges(folder / DATA))

@@ -28,6 +28,7 @@ from pathlib import Path
 import onnxruntime as ort
 
 from headrace.errors import BundleError, HeadraceError, StorageError
+from headrace.runtime.cores import ANYWHERE, Placement, affinity_option
 from headrace.runtime.memory import LockedPages, mapped_ranges
 from headrace.runtime.stamp import Key, is_whole, machine, stamped_key, write_stamp
 
@@ -73,15 +74,16 @@ class Prepared:
 
 
 def session_options(
-    threads: int | None = None, *, allow_spinning: bool = True, prepared: bool = False
+    placement: Placement = ANYWHERE, *, allow_spinning: bool = True, prepared: bool = False
 ) -> ort.SessionOptions:
     """Options for every session over a target graph, so that all optimise alike.
 
     A prepared graph has been optimised; running no rewrite on it again keeps the same bits.
-    `threads` None leaves the number to ONNX Runtime: one a physical core.
+    The threads it adds to the calling one stay on the CPUs of `placement`; the bits do not depend
+    on it.
     """
     options = ort.SessionOptions()
-    options.intra_op_num_threads = threads or 0
+    options.intra_op_num_threads = placement.threads or 0
     options.inter_op_num_threads = 1
     # A pattern is one more block of memory for each new shape of a pass, and saves no time here.
     options.enable_mem_pattern = False
@@ -89,6 +91,9 @@ def session_options(
     options.graph_optimization_level = (
         ort.GraphOptimizationLevel.ORT_DISABLE_ALL if prepared else _LEVEL
     )
+    affinities = affinity_option(placement)
+    if affinities is not None:
+        options.add_session_config_entry("session.intra_op_thread_affinities", affinities)
     if not allow_spinning:  # naming the default makes ONNX Runtime print a warning
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     return options
@@ -151,7 +156,7 @@ def mlock(prepared: Prepared) -> LockedPages:
 
 def pack(graph: Path, folder: Path, threads: int | None) -> None:
     """Saves the optimised graph and the repacked weights in `folder`."""
-    options = session_options(threads)
+    options = session_options(Placement(threads=threads))
     options.optimized_model_filepath = str(folder / MODEL)
     for name, value in (
         ("optimized_model_external_initializers_file_name", DATA),
@@ -165,7 +170,7 @@ def pack(graph: Path, folder: Path, threads: int | None) -> None:
 
 
 def _key(identity: str) -> Key:
-    """Everything the saved files depend on. The number of threads is not among it."""
+    """Everything the saved files depend on. Threads and where they run are not among it."""
     return {
         "format": FORMAT,
         "identity": identity,

@@ -16,6 +16,7 @@ from headrace.export.build import DraftOptions, ExportOptions, export
 from headrace.models.manifest import TARGET, Bundle
 from headrace.paths import cache_dir
 from headrace.runtime.batch import F32, chain
+from headrace.runtime.cores import Placement
 from headrace.runtime.ort import OrtBackend
 from headrace.runtime.prepare import session_options
 
@@ -58,7 +59,9 @@ def _code_hash() -> str:
 def backend(bundle: Bundle, *, lanes: int = 1, capacity: int = 700, threads: int = 2) -> OrtBackend:
     """The bundle's graph as it is, without prepared weights."""
     session = ort.InferenceSession(
-        str(bundle.file(TARGET)), session_options(threads), providers=["CPUExecutionProvider"]
+        str(bundle.file(TARGET)),
+        session_options(Placement(threads=threads)),
+        providers=["CPUExecutionProvider"],
     )
     manifest = bundle.manifest
     return OrtBackend(session, manifest.config, kv=manifest.kv, lanes=lanes, capacity=capacity)

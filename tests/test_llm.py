@@ -237,7 +237,13 @@ def test_refusals_of_the_api(llm: LLM, tiny_bundle: Path, tmp_path: Path) -> Non
         llm.chat([])
     with pytest.raises(UsageError, match="unknown setting 'lane'"):
         LLM(tiny_bundle, lane=3)
-    for name, value in (("ctx", 0), ("ctx", 10**9), ("lanes", 0), ("threads", -1), ("lanes", True)):
+    for name, value in (
+        ("ctx", 0),
+        ("ctx", 10**9),
+        ("lanes", 0),
+        ("target_threads", -1),
+        ("lanes", True),
+    ):
         with pytest.raises(UsageError, match=name):
             LLM(tiny_bundle, runtime_config({name: value}))
     with pytest.raises(BundleError, match="no such bundle"):

@@ -252,7 +252,7 @@ from pathlib import Path
 import numpy as np
 from headrace.runtime import llm, memory
 from headrace.runtime.batch import chain
-model = llm.LLM(Path(sys.argv[1]), lanes=4, ctx=1024, threads=2)
+model = llm.LLM(Path(sys.argv[1]), lanes=4, ctx=1024, target_threads=2)
 figures = [memory.usage().rss_anon]
 backend, ids = model.backend, np.arange(1024) % 97 + 300
 for lane in range(4):
@@ -272,7 +272,7 @@ print(json.dumps(figures))
 
 def test_a_process_under_full_load_is_what_its_bill_says() -> None:
     bundle = smollm2("int8", "f16")
-    config = RuntimeConfig(lanes=4, ctx=1024, threads=2)
+    config = RuntimeConfig(lanes=4, ctx=1024, target_threads=2)
     done = subprocess.run(
         [sys.executable, "-c", LOAD, str(bundle.path)],
         env={**os.environ, "HEADRACE_CACHE": str(cache_dir())},

@@ -22,6 +22,7 @@ from onnx import TensorProto, helper, numpy_helper
 from headrace.errors import BundleError, HeadraceError, StorageError
 from headrace.runtime import prepare as prepare_module
 from headrace.runtime import stamp
+from headrace.runtime.cores import Placement
 from headrace.runtime.memory import mapped_ranges, usage
 from headrace.runtime.prepare import PROVIDERS, Prepared, mlock, prepare, session_options
 
@@ -102,7 +103,7 @@ def cache(made: Prepared, tmp_path: Path) -> Path:
 
 
 def run(model: Path, *, prepared: bool, threads: int = 2) -> bytes:
-    options = session_options(threads, prepared=prepared)
+    options = session_options(Placement(threads=threads), prepared=prepared)
     session = ort.InferenceSession(str(model), options, providers=PROVIDERS)
     outputs = [session.run(None, {"input_ids": ids})[0] for ids in (IDS, IDS[:1])]
     assert all(np.isfinite(output).all() for output in outputs)
@@ -415,8 +416,9 @@ GROWTH = """
 import sys
 import onnxruntime as ort
 from headrace.runtime.memory import usage
+from headrace.runtime.cores import Placement
 from headrace.runtime.prepare import PROVIDERS, session_options
-options = session_options(1, prepared=sys.argv[2] == "prepared")
+options = session_options(Placement(threads=1), prepared=sys.argv[2] == "prepared")
 before = usage()
 session = ort.InferenceSession(sys.argv[1], options, providers=PROVIDERS)
 session.run(None, {"input_ids": [1, 2, 3]})
@@ -434,7 +436,7 @@ def test_loading_takes_little_anonymous_memory(tmp_path: Path) -> None:
 
 
 def test_mlock_holds_what_the_session_maps(made: Prepared) -> None:
-    options = session_options(1, prepared=True)
+    options = session_options(Placement(threads=1), prepared=True)
     session = ort.InferenceSession(str(made.model), options, providers=PROVIDERS)
     ranges = mapped_ranges(made.data)
     anon = usage().rss_anon

@@ -24,6 +24,7 @@ _KINDS: dict[str, dict[str, Any]] = {
     "float": {"type": float},
     "int": {"type": int},
     "int | None": {"type": int},
+    "str | None": {"type": str, "metavar": "LIST"},
     "bool": {"is_flag": True},
     "Bytes": {"type": str, "metavar": "SIZE"},
     "Bytes | None": {"type": str, "metavar": "SIZE"},

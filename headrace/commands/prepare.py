@@ -15,7 +15,7 @@ from headrace.paths import cache_dir
 
 @click.command(name="prepare")
 @click.argument("bundle", type=click.Path(path_type=Path))
-@runtime_flags("threads")
+@runtime_flags("target_threads")
 def command(bundle: Path, **flags: Any) -> None:
     """Make a bundle's weights ready for this machine.
 
@@ -28,7 +28,7 @@ def command(bundle: Path, **flags: Any) -> None:
 
     opened, cache = Bundle.open(bundle), cache_dir()
     verify(opened, cache, say)
-    prepared = prepare_bundle(opened, cache, config.threads, say)
+    prepared = prepare_bundle(opened, cache, config.target_placement().threads, say)
     if not prepared.built:
         say("prepared already")
     print(f"{prepared.folder}  {size(prepared.nbytes)}")

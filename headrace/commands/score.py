@@ -18,7 +18,9 @@ from headrace.errors import UsageError
 @click.command(name="score")
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.argument("file", required=False, type=click.Path(path_type=Path, allow_dash=True))
-@runtime_flags("ctx", "lanes", "pool", "threads", "exactness", "ram", "reserve")
+@runtime_flags(
+    "ctx", "lanes", "pool", "target_threads", "target_cpus", "exactness", "ram", "reserve"
+)
 @click.option("--tokens", is_flag=True, help="Print each token's log-probability too.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, tokens included.")
 def command(bundle: Path, file: Path | None, tokens: bool, as_json: bool, **flags: Any) -> None:
