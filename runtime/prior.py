@@ -5,13 +5,17 @@ finds the latest place where the last ones stood before, and proposes what came 
 lookup decoding", Saxena, 2023; "LLMA", Yang et al., 2023).
 
 Memory is fixed: a ring of tokens, and for each order one table of places, addressed by a hash. Later
-n-grams overwrite earlier ones, and a place is believed only when its tokens agree.
+n-grams overwrite earlier ones, and a place is believed only when its tokens agree. Texts that must
+not run into each other have SEPARATOR between them: no n-gram with it is indexed, and continuations
+stop before it.
 """
 
 from __future__ import annotations
 
+import threading
+import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 ORDERS = (12, 6, 3)
@@ -22,9 +26,17 @@ MAX_MATCH = 32
 
 DEFAULT_CAPACITY = 1 << 16
 
+SEPARATOR = (1 << 32) - 1
+"""Between texts, where a token id would be. All token ids are less."""
+
+MULTIPLIER = 0x9E3779B97F4A7C15
+"""Of the hash: Knuth's multiplicative hashing, 2^64 over the golden ratio."""
+
 _EMPTY = -1
-_MULTIPLIER = 0x9E3779B97F4A7C15  # Knuth's multiplicative hashing, 2^64 over the golden ratio
 _WORD = (1 << 64) - 1
+
+_SLICE_TOKENS = 256
+_PAUSE_S = 1e-5
 
 
 @dataclass(frozen=True)
@@ -37,66 +49,81 @@ class Match:
     """What came after it."""
 
 
-class NgramIndex:
-    """The last `capacity` tokens of a text, searchable by the n-grams they end with."""
+class NgramTables:
+    """What an index is asked, wherever its memory lies: arrays, or views of a mapped file.
 
-    def __init__(self, capacity: int = DEFAULT_CAPACITY) -> None:
-        """`capacity` must be a power of two."""
-        assert capacity & (capacity - 1) == 0
-        self._mask = capacity - 1
-        self._tokens = array("I", bytes(4 * capacity))
-        """Token of place p at p & mask."""
-        self._tables = [array("q", [_EMPTY]) * capacity for _ in ORDERS]
-        self._size = 0
+    A context needs to hold its last MAX_MATCH tokens only. They need not be in the index.
+    """
 
-    @classmethod
-    def holding(cls, num_tokens: int) -> NgramIndex:
-        """One that holds so many tokens, or DEFAULT_CAPACITY if that is less."""
-        return cls(min(DEFAULT_CAPACITY, 1 << max(8, (num_tokens - 1).bit_length())))
+    def __init__(
+        self,
+        tokens: Sequence[int],
+        tables: Sequence[Sequence[int]],
+        size: int,
+        id_limit: int = SEPARATOR,
+    ) -> None:
+        """`tokens` has the token of place p at p modulo the capacity.
+
+        `tables` has, for each of ORDERS, `capacity` places (a power of two): at the hash of an
+        n-gram modulo the capacity, where it ended last. Any number may stand in a table; one that
+        is no place below `size` is no match. Ids from `id_limit` on end a continuation.
+        """
+        self._tokens = tokens
+        self._tables = tables
+        self._size = size
+        self._id_limit = id_limit
+        self._mask = len(tables[0]) - 1
 
     @property
     def num_tokens(self) -> int:
-        """Tokens appended so far; the last `capacity` of them are searchable."""
+        """Tokens so far, separators included; the last `capacity` of them are searchable."""
         return self._size
-
-    def extend(self, token_ids: Sequence[int]) -> None:
-        """Appends tokens. About 3 microseconds each."""
-        for token_id in token_ids:
-            self._index_last()
-            self._tokens[self._size & self._mask] = token_id
-            self._size += 1
-
-    def _index_last(self) -> None:
-        """Indexes the n-grams that end with the last token, now that another one follows it."""
-        last = self._size - 1
-        for order, table in zip(ORDERS, self._tables, strict=True):
-            if order <= self._size:
-                table[self._hash(self._slice(last + 1 - order, last + 1)) & self._mask] = last
 
     def match(self, context: Sequence[int], most: int) -> Match | None:
         """The latest place that agrees with the longest end of `context`, by indexed orders.
 
-        `context` needs to hold its last `MAX_MATCH` tokens only. Its tokens need not be in the
-        index. Returns up to `most` tokens of continuation, at least one.
+        Returns up to `most` tokens of continuation, at least one.
         """
+        return next(self._matches(context, most), None)
+
+    def propose(self, context: Sequence[int], most: int) -> Match | None:
+        """As `match`, but where a continuation reaches the end of the index or of its text, the
+        context that it makes is looked up again: the way on out of a loop.
+        """
+        first = self.match(context, most)
+        return None if first is None else self._continued(context, first, most)
+
+    def candidates(self, context: Sequence[int], most: int, count: int) -> list[Match]:
+        """Up to `count` matches whose first tokens differ, the surest first.
+
+        That is what `propose` gives, then what shorter n-grams point at: a later place, after
+        which something else came. There are at most as many as ORDERS.
+        """
+        found: dict[int, Match] = {}
+        for match in self._matches(context, most):
+            if len(found) == count:
+                break
+            if match.continuation[0] not in found:
+                found[match.continuation[0]] = self._continued(context, match, most)
+        return list(found.values())
+
+    def _matches(self, context: Sequence[int], most: int) -> Iterator[Match]:
+        """One for each place that the orders point at, the longest order first."""
+        before = _EMPTY
         for order, table in zip(ORDERS, self._tables, strict=True):
             if order > len(context):
                 continue
-            place = table[self._hash(context[-order:]) & self._mask]
+            place = table[_hash(context[-order:]) & self._mask]
+            if place == before:
+                continue
             length = self._agreement(context, place)
-            if length >= order:
-                after = self._slice(place + 1, min(place + 1 + most, self._size))
-                if after:
-                    return Match(length, tuple(after))
-        return None
+            if length >= order and (after := self._after(place, most)):
+                before = place
+                yield Match(length, after)
 
-    def propose(self, context: Sequence[int], most: int) -> Match | None:
-        """As `match`, but where a continuation reaches the end of the index, the context that it
-        makes is looked up again: the way on out of a loop.
-        """
-        first = self.match(context, most)
-        if first is None:
-            return None
+    def _continued(self, context: Sequence[int], first: Match, most: int) -> Match:
+        if len(first.continuation) == most:
+            return first
         tail, tokens = list(context[-MAX_MATCH:]), list(first.continuation)
         while len(tokens) < most:
             further = self.match([*tail, *tokens][-MAX_MATCH:], most - len(tokens))
@@ -107,9 +134,9 @@ class NgramIndex:
 
     def _agreement(self, context: Sequence[int], place: int) -> int:
         """Tokens before and at `place` that agree with the end of `context`."""
-        if place == _EMPTY:
+        oldest = max(0, self._size - self._mask - 1)
+        if not oldest <= place < self._size:
             return 0
-        oldest = max(0, self._size - len(self._tokens))
         length = 0
         for token_id in reversed(context[-MAX_MATCH:]):
             at = place - length
@@ -118,15 +145,103 @@ class NgramIndex:
             length += 1
         return length
 
+    def _after(self, place: int, most: int) -> tuple[int, ...]:
+        """Up to `most` tokens that follow `place` in its text."""
+        after = self._slice(place + 1, min(place + 1 + most, self._size))
+        if after and max(after) >= self._id_limit:
+            end = next(i for i, token_id in enumerate(after) if token_id >= self._id_limit)
+            return tuple(after[:end])
+        return tuple(after)
+
     def _slice(self, start: int, stop: int) -> Sequence[int]:
         first, last = start & self._mask, stop & self._mask
         if start == stop or first < last:
             return self._tokens[first:last] if start != stop else ()
-        return self._tokens[first:] + self._tokens[:last]
+        return [*self._tokens[first:], *self._tokens[:last]]
 
-    @staticmethod
-    def _hash(token_ids: Sequence[int]) -> int:
-        key = 0
+
+class NgramIndex(NgramTables):
+    """The last `capacity` tokens of a text, searchable by the n-grams they end with."""
+
+    _tokens: array[int]
+    _tables: list[array[int]]
+
+    def __init__(self, capacity: int = DEFAULT_CAPACITY) -> None:
+        """`capacity` must be a power of two."""
+        assert capacity & (capacity - 1) == 0
+        tables = [array("q", [_EMPTY]) * capacity for _ in ORDERS]
+        super().__init__(array("I", bytes(4 * capacity)), tables, size=0)
+        self._text_len = 0
+        """Tokens since the last separator."""
+
+    @classmethod
+    def holding(cls, num_tokens: int) -> NgramIndex:
+        """One that holds so many tokens, or DEFAULT_CAPACITY if that is less."""
+        return cls(min(DEFAULT_CAPACITY, 1 << max(8, (num_tokens - 1).bit_length())))
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Appends tokens. About 3 microseconds each."""
         for token_id in token_ids:
-            key = ((key ^ token_id) * _MULTIPLIER) & _WORD
-        return key >> 32
+            self._tokens[self._size & self._mask] = token_id
+            self._index_last()
+            self._size += 1
+            self._text_len += 1
+
+    def separate(self) -> None:
+        """Ends the text, so that what comes is the start of another; nothing if none has begun."""
+        if self._text_len:
+            self._tokens[self._size & self._mask] = SEPARATOR
+            self._size += 1
+            self._text_len = 0
+
+    def _index_last(self) -> None:
+        """Indexes the n-grams that end with the last token, now that another one follows it."""
+        last = self._size - 1
+        for order, table in zip(ORDERS, self._tables, strict=True):
+            if order <= self._text_len:
+                table[_hash(self._slice(last + 1 - order, last + 1)) & self._mask] = last
+
+
+class SharedIndex:
+    """The last `capacity` tokens of many texts. Threads may share it; its memory is fixed."""
+
+    def __init__(self, capacity: int = DEFAULT_CAPACITY) -> None:
+        """`capacity` must be a power of two. An index takes 28 bytes a token of it."""
+        self._index = NgramIndex(capacity)
+        self._lock = threading.Lock()
+        self._writing = threading.Lock()
+        """Held for a whole text, so that another's tokens do not come between its slices."""
+
+    @property
+    def num_tokens(self) -> int:
+        return self._index.num_tokens
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Appends one text, which no match and no continuation connects with the one before.
+
+        Others may ask between its slices, and see what is there of it. The order of texts that
+        several threads append at once is any.
+        """
+        with self._writing:
+            with self._lock:
+                # Before and not after the text, which an exception may have cut short.
+                self._index.separate()
+            for start in range(0, len(token_ids), _SLICE_TOKENS):
+                if start:
+                    # A lock is not fair: taken again at once, those who wait would not get it.
+                    time.sleep(_PAUSE_S)
+                with self._lock:
+                    self._index.extend(token_ids[start : start + _SLICE_TOKENS])
+
+    def candidates(self, context: Sequence[int], most: int, count: int) -> list[Match]:
+        """As of NgramTables."""
+        with self._lock:
+            return self._index.candidates(context, most, count)
+
+
+def _hash(token_ids: Sequence[int]) -> int:
+    """32 bits of an n-gram; headrace.runtime.prior_file has the same for many at once."""
+    key = 0
+    for token_id in token_ids:
+        key = ((key ^ token_id) * MULTIPLIER) & _WORD
+    return key >> 32

@@ -1,14 +1,25 @@
-"""Laws of the n-gram index: what it proposes did follow the same tokens, and its memory is fixed."""
+"""Laws of the n-gram indexes: what they propose did follow the same tokens; memory is fixed."""
 
 from __future__ import annotations
 
+import threading
+import time
 import tracemalloc
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.runtime.prior import MAX_MATCH, ORDERS, NgramIndex
+from headrace.runtime.prior import (
+    MAX_MATCH,
+    ORDERS,
+    SEPARATOR,
+    Match,
+    NgramIndex,
+    NgramTables,
+    SharedIndex,
+)
 
 CAPACITY = 64
 
@@ -90,9 +101,140 @@ def test_nothing_is_proposed_for_what_was_never_seen() -> None:
     assert index.match([2, 3], 4) is None, "shorter than any order"
 
 
-def test_memory_does_not_grow() -> None:
+def follows(texts: list[list[int]], context: list[int], match: Match) -> bool:
+    """Whether each token follows, in one of the texts, the n-gram before it."""
+    order = ORDERS[-1]
+    ngrams = {tuple(t[i : i + order + 1]) for t in texts for i in range(len(t) - order)}
+    tokens = [*context, *match.continuation]
+    return all(
+        tuple(tokens[end - order : end + 1]) in ngrams for end in range(len(context), len(tokens))
+    )
+
+
+segments = st.lists(st.lists(st.integers(0, 3), max_size=60), min_size=1, max_size=5)
+contexts = st.lists(st.integers(0, 3), max_size=20)
+
+
+@given(segments, contexts, st.integers(1, 20), st.integers(1, 4))
+@settings(max_examples=100, deadline=None)
+def test_candidates_are_different_ways_on(
+    texts: list[list[int]], context: list[int], most: int, count: int
+) -> None:
+    index = SharedIndex(1024)
+    for text in texts:
+        index.extend(text)
+    found = index.candidates(context, most, count)
+    assert len(found) <= min(count, len(ORDERS))
+    assert len({match.continuation[0] for match in found}) == len(found)
+    lengths = [match.length for match in found]
+    assert lengths == sorted(lengths, reverse=True)
+    for match in found:
+        assert 1 <= len(match.continuation) <= most
+        assert match.length >= ORDERS[-1]
+        assert follows(texts, context, match), match
+
+
+@given(tokens, contexts, st.integers(1, 20))
+@settings(max_examples=100, deadline=None)
+def test_a_proposal_is_the_first_candidate(text: list[int], context: list[int], most: int) -> None:
+    index = NgramIndex(CAPACITY)
+    index.extend(text)
+    for end in (context, text):
+        proposed, candidates = index.propose(end, most), index.candidates(end, most, 3)
+        assert candidates[:1] == ([] if proposed is None else [proposed])
+        assert index.candidates(end, most, 1) == candidates[:1]
+
+
+def test_a_later_place_of_a_shorter_ngram_is_the_second_candidate() -> None:
     index = NgramIndex(256)
-    ids = np.random.default_rng(0).integers(0, 1000, 5000).tolist()
+    index.extend([*range(20), 100, 101, 17, 18, 19, 200, 201])
+    first, second = index.candidates(list(range(20)), 2, 3)
+    assert (first.length, first.continuation) == (20, (100, 101))
+    assert (second.length, second.continuation) == (3, (200, 201))
+
+
+def test_texts_do_not_run_into_each_other() -> None:
+    index = SharedIndex(1024)
+    index.extend([11, 12, 13, 14])
+    index.extend([25, 26, 27, 28])
+    assert index.candidates([11, 12, 13], 9, 3) == [Match(3, (14,))]
+    assert index.candidates([25, 26, 27], 9, 3) == [Match(3, (28,))]
+    assert index.candidates([12, 13, 14], 9, 3) == [], "followed by another text"
+    assert index.candidates([13, 14, SEPARATOR], 9, 3) == []
+    assert index.candidates([14, SEPARATOR, 25], 9, 3) == []
+
+
+@given(
+    st.lists(st.integers(0, 3) | st.just(SEPARATOR), min_size=1, max_size=40),
+    st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(-2, 50), min_size=8, max_size=8),
+    contexts,
+)
+@settings(max_examples=100, deadline=None)
+def test_no_number_in_a_table_leads_outside(
+    stored: list[int], places: list[int], context: list[int]
+) -> None:
+    stored = stored[:8]
+    index = NgramTables(stored, [places] * len(ORDERS), len(stored), id_limit=3)
+    for match in index.candidates(context, 16, 3):
+        assert set(match.continuation) <= {0, 1, 2}
+
+
+def test_threads_share_an_index() -> None:
+    """Each thread's texts have tokens of their own, so a mixture would show."""
+    index = SharedIndex(1 << 13)
+    wrong: list[object] = []
+
+    def work(number: int) -> None:
+        rng = np.random.default_rng(number)
+        own: list[list[int]] = []
+        for _ in range(12):
+            text = (rng.integers(0, 4, 300) + 10 * number).tolist()
+            own.append(text)
+            index.extend(text)
+            for start in range(0, 250, 25):
+                context = text[start : start + 20]
+                found = index.candidates(context, 16, 3)
+                if not found or not all(follows(own, context, match) for match in found):
+                    wrong.append((number, context, found))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong, wrong[0]
+    assert index.num_tokens == 4 * 12 * 300 + 4 * 12 - 1
+
+
+def test_who_asks_does_not_wait_for_a_long_text() -> None:
+    index = SharedIndex()
+    writer = threading.Thread(target=index.extend, args=(list(range(25_000)),))
+    started = time.perf_counter()
+    writer.start()
+    waits = []
+    while writer.is_alive():
+        asked = time.perf_counter()
+        index.candidates([1, 2, 3], 8, 3)
+        waits.append(time.perf_counter() - asked)
+        time.sleep(0.001)
+    took = time.perf_counter() - started
+    # Not the longest: on a busy machine a thread may be left out for a while, whatever it asks.
+    assert sorted(waits)[len(waits) // 2] < 0.03, (sorted(waits)[-5:], took)
+    assert len(waits) > 5, (waits, took)
+
+
+def test_a_text_cut_short_is_ended_all_the_same() -> None:
+    index = SharedIndex(256)
+    with pytest.raises(OverflowError):
+        index.extend([1, 2, 3, -1])
+    index.extend([4, 5])
+    assert index.candidates([1, 2, 3], 4, 3) == []
+
+
+@pytest.mark.parametrize("kind", [NgramIndex, SharedIndex])
+def test_memory_does_not_grow(kind: type[NgramIndex | SharedIndex]) -> None:
+    index = kind(256)
+    ids = np.random.default_rng(0).integers(0, 1000, 2000).tolist()
     index.extend(ids)
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
