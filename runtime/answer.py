@@ -6,9 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from collections.abc import Sequence as Ids
 from dataclasses import dataclass
-from itertools import zip_longest
 
 from headrace.closing import Closing
 from headrace.errors import UsageError
@@ -27,8 +25,12 @@ from headrace.runtime.request import (
 from headrace.runtime.router import StopRouter
 from headrace.runtime.sampling import Choice, Sampler
 from headrace.runtime.sequence import Sequence
-from headrace.runtime.speculate import Proposal, Speculator
+from headrace.runtime.propose import Proposal
+from headrace.runtime.speculate import Speculator
 from headrace.runtime.tokenizer import Tokenizer
+from headrace.runtime.trace import span
+from headrace.runtime.tree import ROOT, Tree
+from headrace.runtime.verify import RULES, Accepted
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,7 @@ class Answer(Closing):
 
     def _end(self) -> None:
         if self._drop.detach() is not None:
+            self._request.close()
             self._engine.end_request(self._sequence, is_closed=self._owner is None)
 
     @property
@@ -146,11 +149,14 @@ class _Request:
         self._detokenizer = tokenizer.detokenizer()
         self._router = StopRouter(params.stop)
         self._counts = self._sampler.counts()
+        self._rule = RULES[params.accept]
         self._speculator: Speculator | None = None
+        self._proposal = Proposal()
         self._chosen: list[Choice] = []
         """Tokens of the last pass, and their texts."""
         self._pieces: list[str] = []
         self._prefilled = 0
+        self._pass_s_before = sequence.pass_s
         self._started = self._prefilled_at = self._first_at = self._last_at = 0.0
 
     def completion(self) -> Completion:
@@ -167,32 +173,40 @@ class _Request:
                 first_token_s=self._first_at - self._started,
                 decode_tokens=max(0, len(self._token_ids) - 1),
                 decode_s=self._last_at - self._first_at,
+                target_s=self._sequence.pass_s - self._pass_s_before,
             ),
             seed=self._params.seed,
             logprobs=tuple(self._logprobs) if self._params.logprobs is not None else None,
             speculation=self._speculator.counts if self._speculator else None,
+            exactness=self._sequence.exactness,
+            accept=self._params.accept,
         )
 
     def begin(self) -> None:
         # Not when the answer was made: time before the first piece is asked for is the caller's.
         self._started = self._prefilled_at = self._first_at = self._last_at = time.perf_counter()
         self._engine.begin_request(self._sequence, self._params.max_tokens)
-        self._speculator = self._engine.speculator(self._sequence, self._params.max_tokens)
+        self._pass_s_before = self._sequence.pass_s
+        self._speculator = self._engine.speculator(
+            self._sequence, self._sampler, self._params.max_tokens
+        )
+
+    def close(self) -> None:
+        if self._speculator is not None:
+            self._speculator.close()
 
     def deltas(self) -> Iterator[Delta]:
         computed = self._sequence.num_computed
         while self._end is None:
-            proposal = self._propose()
             before = len(self._token_ids)
+            with span(self._engine.trace, "host", "propose"):
+                self._proposal = self._propose()
             self._pieces, self._chosen = [], []
-            self._sequence.verify(proposal.token_ids, self._judge)
+            self._sequence.verify(self._proposal.tree, self._judge)
             self._last_at = time.perf_counter()
             if not before:
                 self._first_at = self._last_at
                 self._prefilled = self._sequence.num_computed - computed
-            if self._speculator is not None:
-                self._speculator.judged(proposal, len(self._chosen) - 1)
-                self._speculator.extend([choice.token_id for choice in self._chosen])
             yield self._delta()
 
     def _propose(self) -> Proposal:
@@ -201,20 +215,39 @@ class _Request:
         # The last token that is wanted needs no proposal: it comes with the one before.
         return self._speculator.propose(self._params.max_tokens - len(self._token_ids) - 1)
 
-    def _judge(self, logits: F32, proposed: Ids[int]) -> list[int]:
-        """Chooses a token after each proposed one, until it chooses another or the answer ends."""
-        if not self._token_ids:
-            self._prefilled_at = time.perf_counter()
-        position = self._sequence.length
-        for row, expected in zip_longest(logits, proposed):
-            choice = self._sampler.choose(row, position + len(self._chosen), self._counts)
+    def _judge(self, logits: F32, tree: Tree) -> Accepted:
+        with span(self._engine.trace, "host", "accept"):
+            if not self._token_ids:
+                self._prefilled_at = time.perf_counter()
+            accepted = self._walk(logits, tree)
+            if self._speculator is not None:
+                self._speculator.judged(self._proposal, tree, accepted)
+                self._speculator.extend(accepted.token_ids)
+            return accepted
+
+    def _walk(self, logits: F32, tree: Tree) -> Accepted:
+        """Goes down the proposal as far as it is accepted, or until the answer ends. Rows are
+        sampled as they are come to.
+        """
+        position, node, path = self._sequence.length, ROOT, list[int]()
+        while True:
+            siblings = self._proposal.siblings(node, tree)
+            choice, kept = self._rule(
+                self._sampler,
+                logits[node + 1],
+                position + len(self._chosen),
+                self._counts,
+                siblings,
+            )
             self._counts.push(choice.token_id)
             self._chosen.append(choice)
             self._token_ids.append(choice.token_id)
             self._read(choice.token_id, position + len(self._chosen))
-            if self._end is not None or choice.token_id != expected:
+            if self._end is not None or kept is None:
                 break
-        return [choice.token_id for choice in self._chosen]
+            node = kept.node
+            path.append(node)
+        return Accepted(tuple(choice.token_id for choice in self._chosen), tuple(path))
 
     def _read(self, token_id: int, length: int) -> None:
         """Makes text of a token, which makes the sequence `length` tokens long."""

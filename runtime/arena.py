@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -87,6 +88,15 @@ class Arena:
         """Copies slots of a lane to others, as many, that do not overlap."""
         target = self.rows(lane, destination.start, len(destination))
         target[...] = self.rows(lane, source.start, len(source))
+
+    def gather(self, lane: int, sources: Sequence[int], start: int) -> None:
+        """Copies slots `sources` to `start`, `start` + 1, …; they may overlap."""
+        if list(sources) == list(range(start, start + len(sources))):
+            return
+        # Advanced indexing copies before it assigns.
+        self.rows(lane, start, len(sources))[...] = self.whole[
+            :, :, lane, :, list(sources)
+        ].transpose(1, 2, 3, 0, 4)
 
     def close(self) -> None:
         """Drops the memory; nothing may use it afterwards."""

@@ -15,6 +15,9 @@ class BackendFacts:
     """What a backend can hold and do. The engine asks these and never the backend's name."""
 
     vocab_size: int
+    """Token ids that it reads."""
+    num_logits: int
+    """Columns of its logits: fewer than `vocab_size` where a draft's head was trimmed."""
     lanes: int
     capacity: int
     """Tokens a lane can hold."""
@@ -46,7 +49,7 @@ class Backend(Protocol):
         """Runs one pass over consecutive lanes, one entry each; an entry may have no rows.
 
         Returns:
-            logits [number of wanted rows, vocab_size], in the order of `rows` and `wanted`. The
+            logits [number of wanted rows, num_logits], in the order of `rows` and `wanted`. The
             memory is the backend's and holds until the next call.
         """
         ...

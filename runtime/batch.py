@@ -30,11 +30,17 @@ class LaneRows:
     slot_positions: I64 | None = None
     """[past] logical positions of the slots in use; None where slot i holds position i."""
     hidden: npt.NDArray[np.bool_] | None = None
-    """[n, n], True where row i must not see row j < i: the branches of a token tree."""
+    """[n, m + n], True where row i must not see one of the last m slots before the pass, or an
+    earlier row of it: the branches of a token tree."""
+    exact: bool = True
+    """Padded so that the bits do not depend on how rows are grouped (exactness.py)."""
 
     def __post_init__(self) -> None:
         assert len(self.token_ids) == len(self.positions)
         assert self.slot_positions is None or len(self.slot_positions) == self.past
+        if self.hidden is not None:
+            assert len(self.hidden) == len(self.token_ids) <= self.hidden.shape[1]
+            assert self.hidden.shape[1] <= self.past + len(self.token_ids)
 
     @property
     def num_rows(self) -> int:

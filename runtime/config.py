@@ -11,6 +11,7 @@ from headrace.models.config import ModelConfig
 from headrace.runtime import cores
 from headrace.runtime.blocks import blocks_for
 from headrace.runtime.cores import Placement
+from headrace.runtime.request import Exactness, Speculate, checked_speculate, one_of
 from headrace.sizes import Bytes, parse_size
 
 DEFAULT_CTX = 4096
@@ -19,11 +20,7 @@ MAX_LANES = 64
 MAX_POOL = 2**31
 MAX_THREADS = 256
 
-MAX_PROPOSED = 16
-"""Tokens of a proposal at most."""
-
-Speculate = Literal["auto", "off"] | int
-Exactness = Literal["exact", "tree"]
+Defer = Literal["auto", "on", "off"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,10 +49,15 @@ class RuntimeConfig:
     draft_cpus: str | None = None
     """CPUs that the draft computes on (0-3); unless set, any."""
     exactness: Exactness = "exact"
-    """`exact` refuses models whose bits would depend on how rows are grouped."""
+    """`exact` promises the same bits however rows are grouped, and refuses models that cannot keep
+    that; `tree` promises the distribution only, and may propose trees of tokens."""
     speculate: Speculate = "auto"
-    """Tokens to propose for a pass from what the text repeats: `auto` goes by what pays on this
-    machine, a number up to 16 proposes as many, `off` none. The text is the same."""
+    """Tokens to propose for a pass, from what the text repeats and from the bundle's draft: `auto`
+    goes by what pays on this machine, a number up to 16 proposes as many, `off` none."""
+    defer: Defer = "auto"
+    """Whether the draft goes on while the target verifies: `auto` takes what is faster here."""
+    prior: Path | None = None
+    """A corpus whose continuations are proposed (`headrace prior build`)."""
     ram: Bytes | None = None
     """Memory that all of it may take, weights included (4GiB); unless set, what is available."""
     reserve: Bytes = 0
@@ -68,14 +70,14 @@ class RuntimeConfig:
     def __post_init__(self) -> None:
         for name in ("ram", "reserve"):
             object.__setattr__(self, name, _size(name, getattr(self, name)))
-        object.__setattr__(self, "speculate", _speculate(self.speculate))
+        object.__setattr__(self, "speculate", checked_speculate(self.speculate))
+        one_of("exactness", self.exactness, Exactness)
+        one_of("defer", self.defer, Defer)
         _check("lanes", self.lanes, 1, MAX_LANES)
         if self.pool is not None:
             _check("pool", self.pool, MIN_CTX, MAX_POOL)
         _check_cpus("target", self.target_cpus, self.target_threads)
         _check_cpus("draft", self.draft_cpus, self.draft_threads)
-        if self.exactness not in ("exact", "tree"):
-            raise UsageError(f"exactness: got {self.exactness!r}, allowed are exact and tree")
 
     def capacity(self, config: ModelConfig) -> int:
         """Tokens a lane holds; raises UsageError beyond what the model was trained for."""
@@ -118,15 +120,6 @@ def _check_cpus(model: str, listed: object, threads: int | None) -> None:
             f"{model}_threads: got {threads}, but {model}_cpus {listed} are {len(cpus)}; "
             "use fewer threads or list more CPUs"
         )
-
-
-def _speculate(value: object) -> Speculate:
-    if value in ("auto", "off"):
-        return value
-    number = int(value) if isinstance(value, str) and value.isdecimal() else value
-    if isinstance(number, int) and not isinstance(number, bool) and 1 <= number <= MAX_PROPOSED:
-        return number
-    raise UsageError(f"speculate: got {value!r}, allowed are auto, off and 1 to {MAX_PROPOSED}")
 
 
 def _check(name: str, value: object, low: int, high: int, note: str = "") -> None:

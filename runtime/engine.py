@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Ids
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headrace.errors import UsageError
 from headrace.models.config import ModelConfig
@@ -21,13 +21,15 @@ from headrace.runtime.backend import Backend
 from headrace.runtime.blocks import BLOCK_TOKENS, BlockPool, PoolCounts
 from headrace.runtime.kv import PoolArrays, PoolShape
 from headrace.runtime.lanes import IDLE_S, Lanes
-from headrace.runtime.pace import Pace
 from headrace.runtime.passes import Passes
 from headrace.runtime.prefix import PrefixCache, PrefixCounters, Root
+from headrace.runtime.request import Exactness
 from headrace.runtime.ring import RingLayout
 from headrace.runtime.room import PAUSED_S, Room
 from headrace.runtime.sequence import Sequence
-from headrace.runtime.speculate import Speculator
+from headrace.runtime.sampling import Sampler
+from headrace.runtime.speculate import Speculation, Speculator, Text
+from headrace.runtime.trace import Trace
 
 CROWDED_CHUNK = 64
 """Rows of a prefill chunk while other sequences compute too, so that they do not wait long."""
@@ -70,10 +72,11 @@ class Engine:
         root: Root,
         *,
         prefix_cache: bool = True,
-        pace: Pace | None = None,
+        speculation: Speculation | None = None,
+        trace: Trace | None = None,
     ) -> None:
-        """Allocates the pool. Without a `pace` nothing is proposed. Raises MemoryError."""
-        self.backend, self.facts, self.root = backend, backend.facts, root
+        """Allocates the pool. Without `speculation` nothing is proposed. Raises MemoryError."""
+        self.backend, self.facts, self._root = backend, backend.facts, root
         self.arrays = PoolArrays(PoolShape(config, kv, num_blocks))
         self.pool = BlockPool(num_blocks)
         self.cache = PrefixCache(self.pool, is_on=prefix_cache)
@@ -85,7 +88,7 @@ class Engine:
         self.passes = Passes(backend, self._lanes, self.lock, self._changed)
         self._room = Room(self.cache, self._lanes, num_blocks)
         self._abandoned: deque[tuple[Sequence, bool]] = deque()
-        self._pace = pace if pace is not None and pace.limit else None
+        self.speculation, self.trace = speculation, trace
         self._closed = False
         self._staging_s = self._committing_s = 0.0
 
@@ -99,19 +102,46 @@ class Engine:
         crowded = self._lanes.num_in_turn > 1
         return min(CROWDED_CHUNK, self.facts.max_rows) if crowded else self.facts.max_rows
 
-    def speculator(self, sequence: Sequence, num_new: int) -> Speculator | None:
-        """One for a request on `sequence` of up to `num_new` tokens; None where it is off."""
-        if self._pace is None:
+    def speculator(self, sequence: Sequence, sampler: Sampler, num_new: int) -> Speculator | None:
+        """One for a request on `sequence` of up to `num_new` tokens; None where it is off.
+
+        Raises UsageError for a request that wants it of a model that was loaded without.
+        """
+        wanted = sampler.params.speculate
+        if self.speculation is None:
+            if wanted not in (None, "off"):
+                raise UsageError(
+                    f"speculate: got {wanted!r}, but the model was loaded with speculate='off'; "
+                    "load it with auto"
+                )
             return None
-        return Speculator(self._pace, sequence.tokens(), num_new)
+        if (wanted or self.speculation.speculate) == "off":
+            return None
+        text = Text(sequence.tokens(), sequence.length, num_new, sequence.exactness)
+        return Speculator(
+            self.speculation,
+            text,
+            sampler,
+            self.facts.vocab_size,
+            lambda: max(1, self._lanes.num_in_turn),
+        )
+
+    def share(self, token_ids: Ids[int]) -> None:
+        """Lets all requests look up what follows in these tokens."""
+        if self.speculation is not None:
+            self.speculation.recent.extend(token_ids)
 
     # sequences
 
-    def sequence(self) -> Sequence:
-        """A context of up to a lane's capacity; it holds nothing yet."""
-        return Sequence(self, None, self.facts.capacity)
+    def root(self, exactness: Exactness) -> Root:
+        """What keys and values of such sequences can be shared under."""
+        return replace(self._root, exactness=exactness)
 
-    def stream(self, layout: RingLayout) -> Sequence:
+    def sequence(self, exactness: Exactness | None = None) -> Sequence:
+        """A context of up to a lane's capacity; it holds nothing yet."""
+        return Sequence(self, None, self.facts.capacity, exactness or self._root.exactness)
+
+    def stream(self, layout: RingLayout, exactness: Exactness | None = None) -> Sequence:
         """An endless context; its blocks are reserved until it is closed.
 
         Raises UsageError if the layout is larger than a lane, PoolFullError.
@@ -122,7 +152,7 @@ class Engine:
                 f"{layout.capacity} tokens, beyond the {self.facts.capacity} of a lane; use a "
                 f"smaller window or raise --ctx"
             )
-        sequence = Sequence(self, layout, layout.capacity)
+        sequence = Sequence(self, layout, layout.capacity, exactness or self._root.exactness)
         self._settle(sequence)
         return sequence
 
@@ -134,7 +164,7 @@ class Engine:
         """
         with self.lock:
             self._require_open(source)
-        fork = Sequence(self, source.layout, source.capacity)
+        fork = Sequence(self, source.layout, source.capacity, source.exactness)
         if source.is_stream:
             self._settle(fork)
         try:
@@ -262,7 +292,7 @@ class Engine:
                 sequence.compute()
                 with self.lock:
                     self._room.release(sequence)
-                    num_tokens = self.cache.pin(self.root, token_ids)
+                    num_tokens = self.cache.pin(self.root(sequence.exactness), token_ids)
                     pinned = self._room.keep(owner, num_tokens // BLOCK_TOKENS)
                     assert pinned, "a pin takes what computing it had reserved"
         finally:
@@ -271,7 +301,7 @@ class Engine:
 
     def unpin(self, token_ids: Ids[int]) -> None:
         """Takes `pin` back. Raises UsageError for a prefix that is not pinned."""
-        self.cache.unpin(self.root, token_ids)
+        self.cache.unpin(self._root, token_ids)
         with self.lock:
             self._room.release(("pin", tuple(token_ids)))
             self._changed.notify_all()
@@ -384,6 +414,8 @@ class Engine:
 
     def close(self) -> None:
         """Closes backend and pool, after the turns in progress; may be called again."""
+        if self.speculation is not None:
+            self.speculation.close()
         with self.lock:
             self._closed = self.passes.closed = True
             self._changed.notify_all()

@@ -20,14 +20,21 @@ from headrace.runtime.bill import require_memory
 from headrace.runtime.config import RuntimeConfig
 from headrace.runtime.engine import Engine
 from headrace.runtime.exactness import Machine, require_exact
-from headrace.runtime.load import Say, load_session, load_tokenizer, prepare_bundle, verify
+from headrace.runtime.load import (
+    Loader,
+    Say,
+    load_session,
+    load_tokenizer,
+    prepare_target,
+    verify,
+)
 from headrace.runtime.ort import OrtBackend
-from headrace.runtime.pace import Pace, costs_of
 from headrace.runtime.prefix import Root
-from headrace.runtime.request import Completion, SamplingParams, TokenLogprob
+from headrace.runtime.request import Completion, Exactness, SamplingParams, TokenLogprob
 from headrace.runtime.ring import RingLayout
 from headrace.runtime.sampling import log_normalizer
 from headrace.runtime.session import Session
+from headrace.runtime.trace import Trace
 
 Message = Mapping[str, Any]
 
@@ -66,6 +73,7 @@ class LLM(Closing):
         config: RuntimeConfig | None = None,
         *,
         say: Say = lambda message: None,
+        trace: Trace | None = None,
         **settings: Any,
     ) -> None:
         """Loads `bundle`, preparing its weights for this machine if that was not done yet.
@@ -73,6 +81,7 @@ class LLM(Closing):
         Args:
             config: how to load; or its fields by name as keyword arguments.
             say: told in a few words about what takes long.
+            trace: gets a span for whatever draft, target and host do.
 
         Raises:
             BundleError: the bundle is missing, damaged, edited or of another version.
@@ -95,7 +104,7 @@ class LLM(Closing):
         self.bill = require_memory(self.bundle, self.config, cache)
         verify(self.bundle, cache, say)
         self.tokenizer = load_tokenizer(self.bundle)
-        self.prepared = prepare_bundle(self.bundle, cache, self.placement.threads, say)
+        self.prepared = prepare_target(self.bundle, cache, self.placement.threads, say)
         session = load_session(self.prepared.model, self.placement)
         self._locked = prepare.mlock(self.prepared) if self.config.mlock else None
         self.backend = OrtBackend(
@@ -104,9 +113,15 @@ class LLM(Closing):
             kv=manifest.kv,
             lanes=self.config.lanes,
             capacity=self.capacity,
+            cpus=self.placement.cpus,
         )
         root = Root(manifest.kv, self.config.exactness, self.bundle.target_identity())
         num_blocks = self.config.pool_blocks(manifest.config)
+        speculation = None
+        if self.config.speculate != "off":
+            loader = Loader(self.bundle, cache, self.config, say)
+            costs = loader.costs(self.backend, self.prepared.folder, self.placement)
+            speculation = loader.speculation(costs, self.tokenizer, trace)
         self.engine = Engine(
             self.backend,
             manifest.config,
@@ -114,14 +129,9 @@ class LLM(Closing):
             num_blocks,
             root,
             prefix_cache=self.config.prefix_cache,
-            pace=self._pace(say),
+            speculation=speculation,
+            trace=trace,
         )
-
-    def _pace(self, say: Say) -> Pace | None:
-        if self.config.speculate == "off":
-            return None
-        path = self.prepared.folder / f"costs-{self.placement}.json"
-        return Pace(costs_of(self.backend, path, say), self.config.speculate)
 
     @property
     def sampling_defaults(self) -> Mapping[str, float]:
@@ -252,6 +262,8 @@ class LLM(Closing):
         window: int | None = None,
         unit: int | None = None,
         system: str | Sequence[int] = "",
+        exactness: Exactness | None = None,
+        shares_text: bool | None = None,
     ) -> Session:
         """A context that goes on: fed, forked, generated in.
 
@@ -262,6 +274,9 @@ class LLM(Closing):
             window: a stream's last tokens; by default what the context leaves room for.
             unit: tokens that a stream evicts at once, 64 by default.
             system: a beginning that is fed at once and that a stream never evicts.
+            exactness: `SamplingParams.exactness` of all that is computed in it.
+            shares_text: whether other sessions' answers may be sped up by what is fed to this one;
+                their text stays the same. By default a stream's.
 
         Raises:
             UsageError: a size is out of range; the message says which rule it breaks.
@@ -270,15 +285,17 @@ class LLM(Closing):
         self._require_open()
         ids = self.encode(system)
         if mode == "stream":
-            sequence = self.engine.stream(self._layout(sinks, window, unit, len(ids)))
+            layout = self._layout(sinks, window, unit, len(ids))
+            sequence = self.engine.stream(layout, self._exactness(exactness))
         elif mode == "full":
             for name, size in (("sinks", sinks), ("window", window), ("unit", unit)):
                 if size is not None:
                     raise UsageError(f"{name}: only a stream has one; use mode='stream'")
-            sequence = self.engine.sequence()
+            sequence = self.engine.sequence(self._exactness(exactness))
         else:
             raise UsageError(f"mode: got {mode!r}, allowed are 'full' and 'stream'")
-        session = Session(self, sequence)
+        shares = mode == "stream" if shares_text is None else shares_text
+        session = Session(self, sequence, shares_text=shares)
         if ids:
             session.feed(ids)
         return session
@@ -348,7 +365,7 @@ class LLM(Closing):
         params = self.checked_params(params)
         if not ids:
             raise UsageError("prompt: got an empty one, it needs at least one token")
-        sequence = self.engine.sequence()
+        sequence = self.engine.sequence(self._exactness(params.exactness))
         sequence.require_room(len(ids))
         sequence.append(ids)
         answer = Answer(self.engine, self.tokenizer, sequence, params)
@@ -381,6 +398,13 @@ class LLM(Closing):
             if not 0 <= token_id < vocab:
                 raise UsageError(f"token id: got {token_id}, allowed are 0 to {vocab - 1}")
         return checked
+
+    def _exactness(self, wanted: Exactness | None) -> Exactness:
+        """That of a new sequence. Raises ExactnessError."""
+        exactness = wanted or self.config.exactness
+        if exactness == "exact":
+            require_exact(self.bundle.manifest.config, self.bundle.manifest.kv, Machine.here())
+        return exactness
 
     def _require_open(self) -> None:
         if self._closed:

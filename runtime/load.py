@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import onnxruntime as ort
 
 from headrace.errors import BundleError
 from headrace.intact import CheckMemory
-from headrace.models.manifest import TARGET, TOKENIZER, Bundle
+from headrace.models.manifest import DRAFT, TARGET, TOKENIZER, Bundle
+from headrace.models.vocab_map import load_vocab_map
 from headrace.runtime import prepare
+from headrace.runtime.backend import Backend
+from headrace.runtime.config import RuntimeConfig
 from headrace.runtime.cores import Placement
+from headrace.runtime.draft import DraftModel, draft_capacity
+from headrace.runtime.drafter import Drafter
+from headrace.runtime.ort import OrtBackend
+from headrace.runtime.pace import Pace, PassCosts, costs_of
+from headrace.runtime.prior import SharedIndex
+from headrace.runtime.prior_file import PriorFile
+from headrace.runtime.speculate import Speculation
 from headrace.runtime.tokenizer import Tokenizer
+from headrace.runtime.trace import Trace
 
 Say = Callable[[str], None]
 """Told in a few words about what takes long."""
@@ -45,14 +57,21 @@ def load_tokenizer(bundle: Bundle) -> Tokenizer:
     )
 
 
-def prepare_bundle(bundle: Bundle, cache: Path, threads: int | None, say: Say) -> prepare.Prepared:
+def prepare_target(bundle: Bundle, cache: Path, threads: int | None, say: Say) -> prepare.Prepared:
     """The target's weights as file pages for this machine (`headrace prepare`)."""
+    return _prepare(bundle.file(TARGET), bundle.target_identity(), cache, threads, say)
+
+
+def prepare_draft(bundle: Bundle, cache: Path, threads: int | None, say: Say) -> prepare.Prepared:
+    """The same of the draft's; there must be one."""
+    return _prepare(bundle.file(DRAFT), bundle.draft_identity(), cache, threads, say)
+
+
+def _prepare(
+    graph: Path, identity: str, cache: Path, threads: int | None, say: Say
+) -> prepare.Prepared:
     return prepare.prepare(
-        bundle.file(TARGET),
-        cache=cache / "prepared",
-        identity=bundle.target_identity(),
-        threads=threads,
-        progress=say,
+        graph, cache=cache / "prepared", identity=identity, threads=threads, progress=say
     )
 
 
@@ -62,3 +81,59 @@ def load_session(model: Path, placement: Placement) -> ort.InferenceSession:
         return ort.InferenceSession(str(model), options, providers=list(prepare.PROVIDERS))
     except Exception as error:
         raise BundleError(f"{model}: ONNX Runtime cannot load it: {error}") from error
+
+
+@dataclass(frozen=True)
+class Loader:
+    """What it takes to load a part of a bundle."""
+
+    bundle: Bundle
+    cache: Path
+    config: RuntimeConfig
+    say: Say
+
+    def costs(self, backend: Backend, folder: Path, placement: Placement) -> PassCosts:
+        """Measured once for a prepared model, and remembered beside it."""
+        return costs_of(backend, folder / f"costs-{placement}.json", self.say)
+
+    def speculation(
+        self, costs: PassCosts, tokenizer: Tokenizer, trace: Trace | None
+    ) -> Speculation:
+        """All sources of proposals. Raises as `LLM` does."""
+        pace = Pace(costs)
+        corpus = None
+        if self.config.prior is not None:
+            sha256 = self.bundle.manifest.files[TOKENIZER].sha256
+            corpus = PriorFile.open(self.config.prior, sha256)
+        drafter = None
+        if self.bundle.draft is not None:
+            drafter = self._drafter(pace, tokenizer.ends_segment, trace)
+        return Speculation(
+            pace, self.config.speculate, tokenizer.ends_segment, SharedIndex(), corpus, drafter
+        )
+
+    def _drafter(
+        self, pace: Pace, is_boundary: Callable[[int], bool], trace: Trace | None
+    ) -> Drafter:
+        record = self.bundle.draft
+        assert record is not None
+        placement = self.config.draft_placement()
+        prepared = prepare_draft(self.bundle, self.cache, placement.threads, self.say)
+        backend = OrtBackend(
+            load_session(prepared.model, placement),
+            record.config,
+            kv=record.kv,
+            lanes=self.config.lanes,
+            capacity=draft_capacity(record.config),
+        )
+        costs = self.costs(backend, prepared.folder, placement)
+        model = DraftModel(backend, record.config, record.kv, load_vocab_map(self.bundle))
+        return Drafter(
+            model,
+            costs,
+            pace.acceptance,
+            is_boundary,
+            defer=self.config.defer,
+            cpus=placement.cpus,
+            trace=trace,
+        )

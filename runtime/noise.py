@@ -17,6 +17,9 @@ from numpy.typing import ArrayLike, NDArray
 
 _MASK64 = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
+# Streams of their own for what must not depend on the target's draws. Any odd words do.
+_ACCEPTING = 0xD1B54A32D192ED03
+_DRAFTING = 0x8CB92BA72F3D8DD7
 
 
 def gumbel(seed: int, position: int, token_ids: ArrayLike) -> NDArray[np.float64]:
@@ -50,6 +53,20 @@ def draw(
     low = _hash32(token_ids[can_win], low_key)
     total = scores[can_win].astype(np.float64) + _gumbel_of(high[can_win], low)
     return int(can_win[total.argmax()])
+
+
+def uniform(seed: int, position: int, index: int) -> float:
+    """A number in [0, 1) for every (seed, position, index), independent of the Gumbel noise."""
+    return (_mix64(_mix64(_keyed(seed, _ACCEPTING) + position) + index * _GOLDEN) >> 11) * 2.0**-53
+
+
+def drafting_seed(seed: int) -> int:
+    """A seed whose noise is independent of that of `seed`."""
+    return _keyed(seed, _DRAFTING)
+
+
+def _keyed(seed: int, purpose: int) -> int:
+    return _mix64(_mix64(seed + purpose) ^ purpose)
 
 
 def _keys(seed: int, position: int) -> tuple[tuple[int, int], tuple[int, int]]:

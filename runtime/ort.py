@@ -18,6 +18,7 @@ from headrace.models.rope import RopeTable
 from headrace.runtime.arena import Arena, ArenaShape
 from headrace.runtime.backend import BackendFacts
 from headrace.runtime.batch import F32, LaneRows
+from headrace.runtime.cores import Cpus, pinned
 from headrace.runtime.exactness import Machine, declared_rows, is_exact
 from headrace.runtime.pages import untouched
 
@@ -114,14 +115,18 @@ class OrtBackend:
         lanes: int,
         capacity: int,
         machine: Machine | None = None,
+        cpus: Cpus | None = None,
     ) -> None:
-        """Allocates the arena; `session` must hold a graph that `iospec` describes."""
+        """Allocates the arena; `session` must hold a graph that `iospec` describes. The thread
+        that calls `forward` computes on one of `cpus` until it returns.
+        """
         self.arena = Arena(ArenaShape(config, kv, lanes, capacity))
         self.seconds_in_passes = 0.0
         self._session: ort.InferenceSession | None = session
         self._config = config
         self._machine = machine or Machine.here()
-        self._logits = np.zeros((MAX_WANTED, config.vocab_size), np.float32)
+        self._cpus = cpus
+        self._logits = np.zeros((MAX_WANTED, config.num_logits), np.float32)
         self._bindings: dict[_Shape, _Binding] = {}
         self._biases = _Biases(
             config.local_window,
@@ -132,6 +137,7 @@ class OrtBackend:
             self._ropes.append(RopeTable(config.rope_local))
         self._facts = BackendFacts(
             vocab_size=config.vocab_size,
+            num_logits=config.num_logits,
             lanes=lanes,
             capacity=capacity,
             max_rows=MAX_ROWS,
@@ -157,7 +163,8 @@ class OrtBackend:
         self._fill(binding, shape, rows, declared)
         start = time.perf_counter()
         try:
-            self._session.run_with_iobinding(binding.io)
+            with pinned(self._cpus):
+                self._session.run_with_iobinding(binding.io)
         except Exception as error:  # ONNX Runtime's have no other common base
             raise ModelOutputError(f"ONNX Runtime failed in a pass: {error}") from error
         self.seconds_in_passes += time.perf_counter() - start
@@ -169,10 +176,14 @@ class OrtBackend:
             assert r.lane == first + i < facts.lanes, "lanes must exist and be consecutive"
             assert r.past + r.num_rows <= facts.capacity, "lane is full"
             assert r.num_rows <= facts.max_rows, "too many rows in one pass"
-            declared.append(declared_rows(r.past, r.num_rows, self._machine))
+            is_padded = r.exact or not r.num_rows  # the operator refuses a lane of no rows
+            declared.append(
+                declared_rows(r.past, r.num_rows, self._machine) if is_padded else r.num_rows
+            )
         assert num_wanted <= facts.max_wanted, "too many logits wanted"
         # Two rows through the head, too: one row takes another kernel on some machines.
-        wanted = 1 << max(1, (num_wanted - 1).bit_length())
+        least = 1 if any(r.exact for r in rows) else 0
+        wanted = 1 << max(least, (max(1, num_wanted) - 1).bit_length())
         # The operator refuses a width that does not fit behind what a lane holds.
         width = min(_padded(max(declared)), self.arena.slots - max(r.past for r in rows))
         assert width >= max(declared), "a lane has no room for the longest lane's rows"
@@ -262,7 +273,9 @@ class _Biases:
     def _hide_branches(bias: F32, rows: Sequence[LaneRows]) -> None:
         for i, r in enumerate(rows):
             if r.hidden is not None:
-                bias[i, 0, : r.num_rows, r.past : r.past + r.num_rows][r.hidden] = _MASKED
+                end = r.past + r.num_rows
+                start = end - r.hidden.shape[1]
+                bias[i, 0, : r.num_rows, start:end][r.hidden] = _MASKED
 
 
 def _cleared(place: F32, shape: tuple[int, ...]) -> F32:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,28 +13,36 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.runtime.backend import Backend
-from headrace.runtime.batch import chain
-from headrace.runtime.config import MAX_PROPOSED, Speculate
+from headrace.runtime.batch import LaneRows
 from headrace.runtime.exactness import MIN_DECLARED_ROWS
+from headrace.runtime.request import MAX_PROPOSED
 
 F64 = npt.NDArray[np.float64]
 
-_MEASURED_ROWS = (2, 3, 4, 6, 8, 12, 17)
+_MEASURED_ROWS = (1, 2, 3, 4, 6, 8, 12, 17)
 _ROUNDS = 6  # the first of them warms up
-
-_MATCH_STEPS = (4, 8, 16, 32)
-"""Match lengths from which a proposal counts as surer."""
-
-_DEPTH_STEPS = (2, 3, 5, 9)
-"""Depths from which acceptance is kept apart; the first token is depth 1."""
+_MEASURED_S = 8.0
+"""No further round is begun after so long."""
 
 _MEMORY = 200.0
 """Proposed tokens after which an old outcome weighs 1/e of a new one."""
 
+_DEPTH_STEPS = (2, 3, 5, 9)
+"""Depths from which acceptance is kept apart; the first token is depth 1."""
+
+_GUESSES = (0.6, 0.3)
+"""Acceptance of a source that nothing is known of: of its first choice, and of a second one."""
+
+_GUESS_WEIGHT = 4.0
+"""Outcomes that a guess is worth."""
+
+ANY = -1
+"""Sureness of a source's tokens on the whole, for those that are yet to be drafted."""
+
 
 @dataclass(frozen=True)
 class PassCosts:
-    """Seconds of a target pass by its number of rows, interpolated between measured ones."""
+    """Seconds of a pass by its number of rows, interpolated between measured ones."""
 
     seconds: Mapping[int, float]
 
@@ -47,63 +55,9 @@ class PassCosts:
             return costs[-1] + slope * (num_rows - rows[-1])
         return float(np.interp(num_rows, rows, costs))
 
-    def table(self, most: int) -> F64:
-        """[most] seconds of a pass with 1 .. most rows."""
-        return np.array([self.of(rows) for rows in range(1, most + 1)])
-
-
-class Acceptance:
-    """How often a source's tokens are accepted, given that those before them were.
-
-    Kept by how sure the source is (`sureness`, e.g. a match length) and by depth, as two decaying
-    counts. Begins with a guess that a few outcomes outweigh.
-    """
-
-    def __init__(self, guess: float = 0.6, weight: float = 4.0) -> None:
-        shape = (len(_MATCH_STEPS) + 1, len(_DEPTH_STEPS) + 1)
-        self._tried: F64 = np.full(shape, weight)
-        self._accepted: F64 = np.full(shape, weight * guess)
-
-    def note(self, sureness: int, num_proposed: int, num_accepted: int) -> None:
-        """The outcome of a chain: its first tokens were accepted, the next, if any, was not."""
-        bucket = _step(_MATCH_STEPS, sureness)
-        for depth in range(1, min(num_proposed, num_accepted + 1) + 1):
-            cell = bucket, _step(_DEPTH_STEPS, depth)
-            fade = 1 - 1 / _MEMORY
-            self._tried[cell] = self._tried[cell] * fade + 1
-            self._accepted[cell] = self._accepted[cell] * fade + (depth <= num_accepted)
-
-    def rates(self, sureness: int, most: int) -> F64:
-        """[most] probability that the token at depth 1 .. most is accepted, given those before."""
-        bucket = _step(_MATCH_STEPS, sureness)
-        cells = [_step(_DEPTH_STEPS, depth) for depth in range(1, most + 1)]
-        rates: F64 = self._accepted[bucket, cells] / self._tried[bucket, cells]
-        return rates
-
-
-class Pace:
-    """Decides the lengths of proposals for all requests of a model. Threads may share it: the
-    estimates are sums, and one that is lost or counted twice changes no text.
-    """
-
-    def __init__(self, costs: PassCosts, speculate: Speculate) -> None:
-        """`speculate`: `auto`, `off`, or a number of tokens to propose whatever they cost."""
-        self._fixed = speculate if isinstance(speculate, int) else None
-        self.limit = {"auto": MAX_PROPOSED, "off": 0}.get(str(speculate), self._fixed or 0)
-        self._costs = costs.table(MAX_PROPOSED + 1)
-        self._acceptance = Acceptance()
-
-    def length(self, sureness: int, most: int) -> int:
-        """How many of `most` tokens to propose."""
-        if self._fixed is not None:
-            return most
-        rates = self._acceptance.rates(sureness, most)
-        return best_length(rates, self._costs, 1, MIN_DECLARED_ROWS)
-
-    def note(self, sureness: int, num_proposed: int, num_accepted: int) -> None:
-        """See Acceptance.note."""
-        if num_proposed:
-            self._acceptance.note(sureness, num_proposed, num_accepted)
+    def table(self, most: int, lanes: int = 1) -> F64:
+        """[most] seconds of a pass in which each of the lanes has 1 .. most rows."""
+        return np.array([self.of(rows * lanes) for rows in range(1, most + 1)])
 
 
 def costs_of(backend: Backend, path: Path, say: Callable[[str], None]) -> PassCosts:
@@ -122,36 +76,123 @@ def costs_of(backend: Backend, path: Path, say: Callable[[str], None]) -> PassCo
 
 
 def measure(backend: Backend) -> PassCosts:
-    """Medians over a few passes of each width, in turn, beside a context of half a lane.
+    """Medians over a few passes of each width, in turn, beside a context of up to 512 tokens.
 
-    Writes over lane 0, so nothing may be in it yet. Takes about a second for 0.1B parameters.
+    Writes over lane 0, so nothing may be in it yet. About a second for 0.1B parameters.
     """
-    room = backend.facts.capacity - max(_MEASURED_ROWS)
-    past = max(0, min(room, 512))
+    facts = backend.facts
+    past = max(0, min(facts.capacity - max(_MEASURED_ROWS), 512))
     seconds: dict[int, list[float]] = {rows: [] for rows in _MEASURED_ROWS}
-    for _ in range(_ROUNDS):
-        for rows, found in seconds.items():
-            ids = np.zeros(min(rows, backend.facts.capacity), np.int64)
+    began = time.perf_counter()
+    for done in range(_ROUNDS):
+        if done > 1 and time.perf_counter() - began > _MEASURED_S:
+            break
+        for num_rows, found in seconds.items():
+            ids = np.zeros(min(num_rows, facts.capacity), np.int64)
+            positions, wanted = np.arange(past, past + len(ids)), tuple(range(len(ids)))
+            rows = LaneRows(0, ids, positions, past, wanted, exact=False)
             start = time.perf_counter()
-            backend.forward([chain(0, ids, past, tuple(range(len(ids))))])
+            backend.forward([rows])
             found.append(time.perf_counter() - start)
     return PassCosts({rows: float(np.median(found[1:])) for rows, found in seconds.items()})
 
 
-def best_length(rates: F64, costs: F64, base_rows: int, free_rows: int) -> int:
-    """How many tokens of a chain to propose so that tokens per second are most.
+@dataclass(frozen=True)
+class Origin:
+    """Where a proposed token comes from: what its chance of being accepted goes by."""
 
-    Args:
-        rates: [n] acceptance by depth, given that the tokens before were accepted.
-        costs: seconds of a pass with 1, 2, … rows; at least base_rows + n of them.
-        base_rows: rows of the pass without a proposal.
-        free_rows: rows that are computed anyway, as padding: proposals there cost nothing.
+    source: str
+    rank: int = 0
+    """0 for the source's first choice at its place, 1 for another one."""
+    sureness: int = ANY
+    """A step of the source's own scale."""
+    is_after_boundary: bool = False
+    """Behind punctuation or a line's end, where texts are less predictable."""
+
+
+class Acceptance:
+    """How often proposed tokens are accepted, given that those before them were.
+
+    Decaying counts by origin and depth. What is rarely seen leans on what it is a part of: a depth
+    on the same sureness at all depths, that on its source, and that on a guess.
     """
-    expected = 1 + np.concatenate([[0.0], np.cumsum(np.cumprod(rates))])  # [n + 1]
-    lengths = np.arange(len(rates) + 1)
-    rows = np.maximum(base_rows + lengths, free_rows)
-    return int(np.argmax(expected / costs[rows - 1]))
+
+    def __init__(self) -> None:
+        self._cells: dict[object, tuple[float, float]] = {}
+        """(tried, accepted)"""
+
+    def note(self, origin: Origin, depth: int, *, accepted: bool) -> None:
+        """An outcome of a token whose predecessors were accepted; its first depth is 1."""
+        for key in _levels(origin, depth):
+            tried, kept = self._cells.get(key, (0.0, 0.0))
+            fade = 1 - 1 / _MEMORY
+            self._cells[key] = tried * fade + 1, kept * fade + accepted
+
+    def rate(self, origin: Origin, depth: int) -> float:
+        """Probability that the token is accepted, given that those before it were."""
+        rate = _GUESSES[origin.rank]
+        for key in _levels(origin, depth):
+            tried, kept = self._cells.get(key, (0.0, 0.0))
+            rate = (kept + _GUESS_WEIGHT * rate) / (tried + _GUESS_WEIGHT)
+        return rate
+
+    def rates(self, origins: Sequence[Origin]) -> F64:
+        """[n] of a chain."""
+        return np.array([self.rate(origin, i + 1) for i, origin in enumerate(origins)])
 
 
-def _step(steps: Sequence[int], value: int) -> int:
-    return sum(value >= step for step in steps)
+def _levels(origin: Origin, depth: int) -> Iterator[object]:
+    """From the whole to the part."""
+    yield origin.source, origin.rank
+    yield origin
+    yield origin, sum(depth >= step for step in _DEPTH_STEPS)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a proposal promises."""
+
+    num_tokens: int
+    tokens_per_s: float
+
+
+class Pace:
+    """Decides the sizes of proposals for all requests of a model. Threads may share it: the
+    estimates are sums, and one that is lost or counted twice changes no text.
+    """
+
+    def __init__(self, costs: PassCosts) -> None:
+        self.acceptance = Acceptance()
+        self._costs = costs
+        self._tables: dict[int, F64] = {}
+
+    def plan(
+        self,
+        reach: F64,
+        *,
+        lanes: int = 1,
+        exact: bool = True,
+        extra_s: float = 0.0,
+        fixed: int | None = None,
+    ) -> Plan:
+        """How many of n tokens to propose.
+
+        Args:
+            reach: [n] probability that each token becomes text, the largest first.
+            lanes: lanes that take part in a pass.
+            exact: the lane pads a single row to two, so that one proposed token costs nothing.
+            extra_s: seconds that each token costs beside its row in the pass.
+            fixed: how many to propose whatever they cost.
+        """
+        expected = 1 + np.concatenate([[0.0], np.cumsum(reach)])  # [n + 1]
+        lengths = np.arange(len(expected))
+        rows = np.maximum(1 + lengths, MIN_DECLARED_ROWS if exact else 1)
+        speeds = expected / (self.costs(lanes)[rows - 1] + extra_s * lengths)
+        best = int(np.argmax(speeds)) if fixed is None else min(fixed, len(reach))
+        return Plan(best, float(speeds[best]))
+
+    def costs(self, lanes: int = 1) -> F64:
+        """[1 + MAX_PROPOSED] seconds of a pass with so many rows in each lane."""
+        if lanes not in self._tables:
+            self._tables[lanes] = self._costs.table(1 + MAX_PROPOSED, lanes)
+        return self._tables[lanes]

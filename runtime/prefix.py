@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from headrace.errors import UsageError
 from headrace.runtime.blocks import BLOCK_TOKENS, BlockPool
+from headrace.runtime.request import Exactness
 
 Hash = Callable[[bytes, tuple[int, ...]], bytes]
 """Key of a block from its parent's key and its token ids."""
@@ -25,7 +26,7 @@ class Root:
 
     kv: str
     """Cache type, a key of `KV_DTYPES`."""
-    exactness: str
+    exactness: Exactness
     """How the rows were computed: other passes give other bits."""
     model: str
     """Identity of the weights."""

@@ -12,11 +12,19 @@ import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from headrace.errors import UsageError
 
 FinishReason = Literal["stop", "length"]
+
+Accept = Literal["coupled", "rejection"]
+Exactness = Literal["exact", "tree"]
+Speculate = Literal["auto", "off"] | int
+Sources = Literal["all", "lookup", "draft"]
+
+MAX_PROPOSED = 16
+"""Tokens of a proposal at most."""
 
 MAX_STOP_STRINGS = 16
 
@@ -129,8 +137,24 @@ class SamplingParams:
     """Token id to what is added to its logit, -100 to 100."""
     ignore_eos: bool = False
     """Go on to `max_tokens` past the model's end tokens."""
+    accept: Accept = "coupled"
+    """How proposed tokens are accepted: `coupled` gives the text that there is without them,
+    `rejection` another one of the same distribution."""
+    exactness: Exactness | None = None
+    """`exact` promises the same bits however rows are grouped, `tree` the distribution and may
+    propose trees; unless set, the loaded model's. A session keeps that of its start."""
+    speculate: Speculate | None = None
+    """How much to propose: `auto`, `off`, or 1 to 16 tokens; unless set, the loaded model's."""
+    sources: Sources = "all"
+    """Who proposes: `lookup` is what the text, the recent stream and the prior repeat."""
 
     def __post_init__(self) -> None:
+        one_of("accept", self.accept, Accept)
+        one_of("sources", self.sources, Sources)
+        if self.exactness is not None:
+            one_of("exactness", self.exactness, Exactness)
+        if self.speculate is not None:
+            object.__setattr__(self, "speculate", checked_speculate(self.speculate))
         for name, allowed in _ALLOWED.items():
             object.__setattr__(self, name, allowed.check(name, getattr(self, name)))
         object.__setattr__(self, "stop", _checked_stop(self.stop))
@@ -161,6 +185,24 @@ class SamplingParams:
         if self.seed is not None:
             return self
         return dataclasses.replace(self, seed=secrets.randbits(32))
+
+
+def one_of(name: str, value: object, kinds: Any) -> None:
+    """Raises UsageError unless `value` is one of a Literal's."""
+    known = get_args(kinds)
+    if value not in known:
+        words = f"{', '.join(known[:-1])} and {known[-1]}"
+        raise UsageError(f"{name}: got {_shown(value)}, allowed are {words}")
+
+
+def checked_speculate(value: object) -> Speculate:
+    """`value` as a Speculate, a number as text included; raises UsageError."""
+    if value == "auto" or value == "off":
+        return value
+    number = int(value) if isinstance(value, str) and value.isdecimal() else value
+    if isinstance(number, int) and not isinstance(number, bool) and 1 <= number <= MAX_PROPOSED:
+        return number
+    raise UsageError(f"speculate: got {value!r}, allowed are auto, off and 1 to {MAX_PROPOSED}")
 
 
 def _refuse_unknown(
@@ -248,6 +290,8 @@ class Timings:
     decode_tokens: int
     """Tokens after the first, which prefill pays for."""
     decode_s: float
+    target_s: float = 0.0
+    """In passes of the target, those of the prompt included."""
 
     @property
     def prefill_tokens_per_s(self) -> float:
@@ -270,6 +314,14 @@ def _rate(count: int, seconds: float) -> float:
 
 
 @dataclass(frozen=True)
+class SourceCounts:
+    """Of one source: tokens by their depth in a proposal, the first element being depth 1."""
+
+    proposed: tuple[int, ...]
+    accepted: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class SpeculationCounts:
     """What was proposed for the tokens of an answer."""
 
@@ -277,9 +329,17 @@ class SpeculationCounts:
     """Passes of the target that gave tokens, the one of the prompt included."""
     proposed: int
     accepted: int
+    sources: Mapping[str, SourceCounts] = dataclasses.field(default_factory=dict)
+    """`session`, `stream` and `corpus` are looked up, `draft` is the draft model."""
+    draft_wait_s: float = 0.0
+    """Seconds that the draft model was waited for."""
 
-    def to_json(self) -> dict[str, int]:
-        return dataclasses.asdict(self)
+    @property
+    def wasted(self) -> int:
+        return self.proposed - self.accepted
+
+    def to_json(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "wasted": self.wasted}
 
 
 @dataclass(frozen=True)
@@ -320,6 +380,9 @@ class Completion:
     logprobs: tuple[TokenLogprob, ...] | None = None
     speculation: SpeculationCounts | None = None
     """None where speculation is off."""
+    exactness: Exactness = "exact"
+    """What its text promises, `SamplingParams.exactness`."""
+    accept: Accept = "coupled"
 
     def to_json(self) -> dict[str, Any]:
         """One JSON object; `logprobs` is there only if they were asked for."""
@@ -331,6 +394,8 @@ class Completion:
             "usage": self.usage.to_json(),
             "timings": self.timings.to_json(),
             "seed": self.seed,
+            "exactness": self.exactness,
+            "accept": self.accept,
             "speculation": self.speculation.to_json() if self.speculation else None,
         }
         if self.logprobs is not None:

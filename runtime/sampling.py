@@ -131,7 +131,7 @@ def heat(row: Row, temperature: float) -> Row:
 
     Raises ModelOutputError if the largest logit is not finite or any is NaN.
     """
-    scores = row - _checked_best(row.max())
+    scores = row - checked_best(row.max())
     if temperature != 1.0:
         scores /= np.float32(temperature)
     return scores
@@ -180,7 +180,7 @@ def log_normalizer(row: Row) -> float:
 
     Raises ModelOutputError if the largest logit is not finite or any is NaN.
     """
-    best = _checked_best(row.max())
+    best = checked_best(row.max())
     return float(best) + math.log(np.exp(row - best).sum(dtype=np.float64))
 
 
@@ -235,7 +235,8 @@ def _at_most_kth(scores: Row, k: int) -> float:
     return float(np.partition(maxima, num_groups - k)[num_groups - k])
 
 
-def _checked_best(best: np.float32) -> np.float32:
+def checked_best(best: np.float32) -> np.float32:
+    """A row's largest logit; raises ModelOutputError if it is not finite."""
     # NaN is the maximum of every row that holds one.
     if not math.isfinite(best):
         raise ModelOutputError(
@@ -273,8 +274,8 @@ class Sampler:
         assert params.seed is not None or params.temperature < GREEDY_BELOW
         self.params = params
         self.prompt_ids = prompt_ids
-        self._seed = params.seed or 0
-        self._greedy = params.temperature < GREEDY_BELOW
+        self.seed = params.seed or 0
+        self.is_greedy = params.temperature < GREEDY_BELOW
         self._all_ids = np.arange(vocab_size, dtype=np.uint32)
         self._logit_steps = _logit_steps(params)
         self._filters = _filters(params)
@@ -290,31 +291,39 @@ class Sampler:
         never chosen. Raises ModelOutputError if the largest logit is not finite or any is NaN.
         """
         assert row.shape == self._all_ids.shape and row.dtype == np.float32
-        if self._greedy:
+        if self.is_greedy:
             token_id = self._best(row, counts)
         else:
             kept = self.distribution(row, counts)
-            token_id = int(kept.ids[draw(kept.scores, kept.ids, self._seed, position)])
+            token_id = int(kept.ids[draw(kept.scores, kept.ids, self.seed, position)])
+        return self.report(row, token_id)
+
+    def report(self, row: Row, token_id: int) -> Choice:
+        """The choice of a token, with the log-probabilities that are asked for."""
         num_top = self.params.logprobs
         return Choice(token_id) if num_top is None else _with_logprobs(row, token_id, num_top)
 
     def distribution(self, row: Row, counts: TokenCounts) -> Candidates:
         """What `choose` draws from; at temperature 0 the best token alone. Raises as it does."""
-        if self._greedy:
+        if self.is_greedy:
             best = np.array([self._best(row, counts)], np.uint32)
             return Candidates(best, np.zeros(1, np.float32))
-        for step in self._logit_steps:
-            row = step(row, counts)
+        row = self.adjusted(row, counts)
         candidates = Candidates(self._all_ids, heat(row, self.params.temperature))
         for keep in self._filters:
             candidates = keep(candidates)
         return candidates
 
-    def _best(self, row: Row, counts: TokenCounts) -> int:
+    def adjusted(self, row: Row, counts: TokenCounts) -> Row:
+        """Logits [V] with penalties and bias; `row` itself where there are none."""
         for step in self._logit_steps:
             row = step(row, counts)
+        return row
+
+    def _best(self, row: Row, counts: TokenCounts) -> int:
+        row = self.adjusted(row, counts)
         best = int(row.argmax())
-        _checked_best(row[best])
+        checked_best(row[best])
         return best
 
 

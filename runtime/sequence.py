@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Ids
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,7 +18,11 @@ import numpy as np
 from headrace.errors import ContextFullError
 from headrace.runtime.batch import F32, I64, LaneRows
 from headrace.runtime.blocks import BLOCK_TOKENS, Allocate, BlockTable, blocks_for
+from headrace.runtime.request import Exactness
 from headrace.runtime.ring import Eviction, RingLayout, RingState, entries
+from headrace.runtime.trace import span
+from headrace.runtime.tree import Tree
+from headrace.runtime.verify import Accepted
 
 if TYPE_CHECKING:
     from headrace.runtime.engine import Engine
@@ -47,8 +51,8 @@ class FullState:
         return FullState(self.capacity, self.num_tokens + num_rows), None
 
 
-Judge = Callable[[F32, Ids[int]], list[int]]
-"""Tokens to append, from logits and the tokens that were proposed."""
+Judge = Callable[[F32, Tree], Accepted]
+"""What to append, from logits [1 + n, V] after the root and each node of a proposal."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +70,12 @@ class Sequence:
     `in_turn`, `lane` and the fields below them belong to the engine's lock.
     """
 
-    def __init__(self, engine: Engine, layout: RingLayout | None, capacity: int) -> None:
+    def __init__(
+        self, engine: Engine, layout: RingLayout | None, capacity: int, exactness: Exactness
+    ) -> None:
         """`layout` is a stream's; without one the context holds `capacity` tokens and ends."""
         self._engine = engine
+        self.exactness = exactness
         self.layout = layout
         self.capacity = capacity
         self.state: FullState | RingState = self._initial()
@@ -79,6 +86,8 @@ class Sequence:
         """Tokens so far, computed or not: the position of the next one."""
         self.num_computed = 0
         """Rows that went through a pass so far; tokens found in the prefix cache did not."""
+        self.pass_s = 0.0
+        """Seconds in passes so far, and waiting for others' to end."""
         self.closed = False
         self.in_turn = False
         self.thread = 0
@@ -137,39 +146,45 @@ class Sequence:
         while self.num_pending > leave:
             self._pass(lambda most: Wanted(min(most, self.num_pending - leave), ()))
 
-    def verify(self, proposed: Ids[int], judge: Judge) -> None:
+    def verify(self, proposed: Tree, judge: Judge) -> None:
         """Computes what is pending, and behind it `proposed`, and appends what `judge` chooses.
 
-        `judge` gets the logits [1 + n, V] after the last pending token and after each proposed one,
-        and those n tokens: all of `proposed`, or as many as there is room for. It returns the
-        tokens to append: the first proposed ones as far as it accepts them, and then one more,
-        which stays pending. Rejected rows leave no trace. What it raises is raised, and nothing
-        was appended.
+        `judge` gets the logits [1 + n, V] after the last pending token and after each of n nodes,
+        and the tree of those: all of `proposed`, or as many as there is room for. It accepts a path
+        from the root and one token more, which stays pending. Rejected rows leave no trace. What it
+        raises is raised, and nothing was appended. A tree that is no chain is for a sequence of
+        `tree` exactness.
         """
         assert self.num_pending, "there is nothing to compute"
+        assert proposed.is_chain or self.exactness == "tree"
         self._find()
         while not self._verify(proposed, judge):
             pass
 
-    def _verify(self, proposed: Ids[int], judge: Judge) -> bool:
+    def _verify(self, proposed: Tree, judge: Judge) -> bool:
         """One pass of `verify`; whether it was the last."""
         with self._engine.turn(self) as lane:
             most = min(self.state.room, self._engine.chunk_rows)
             pending = self.pending
             if len(pending) > most:
-                self._run(lane, pending[:most], ())
+                self._run(self.lane_rows(lane, pending[:most], ()))
                 self.commit(lane, pending[:most])
                 return False
-            ids = [*pending, *proposed[: most - len(pending)]]
-            logits = self._run(lane, ids, tuple(range(len(pending) - 1, len(ids))))
-            chosen = judge(logits, ids[len(pending) :])
-            self.append(chosen)
-            self.commit(lane, [*pending, *chosen[:-1]])
+            tree = proposed.cut(most - len(pending))
+            logits = self._run(self._tree_rows(lane, pending, tree))
+            accepted = judge(logits, tree)
+            first = self.state.num_slots + len(pending)
+            self._engine.arena.gather(lane, [first + node for node in accepted.path], first)
+            self.append(accepted.token_ids)
+            self.commit(lane, [*pending, *accepted.token_ids[:-1]])
         return True
 
-    def _run(self, lane: int, token_ids: Ids[int], wanted: tuple[int, ...]) -> F32:
-        logits = self._engine.passes.run(self.lane_rows(lane, token_ids, wanted))
-        self.num_computed += len(token_ids)
+    def _run(self, rows: LaneRows) -> F32:
+        start = time.perf_counter()
+        with span(self._engine.trace, "target", "pass"):
+            logits = self._engine.passes.run(rows)
+        self.pass_s += time.perf_counter() - start
+        self.num_computed += rows.num_rows
         return logits
 
     def rows(self) -> Iterator[F32]:
@@ -197,7 +212,7 @@ class Sequence:
             assert most, "the context is full"
             chosen = choose(most)
             ids = self.pending[: chosen.num_rows]
-            logits = self._run(lane, ids, chosen.rows)
+            logits = self._run(self.lane_rows(lane, ids, chosen.rows))
             self.commit(lane, ids)
         return logits
 
@@ -211,7 +226,16 @@ class Sequence:
             self.state.num_slots,
             wanted,
             self._slot_positions(),
+            exact=self.exactness == "exact",
         )
+
+    def _tree_rows(self, lane: int, pending: Ids[int], tree: Tree) -> LaneRows:
+        """Pending rows, and those of a proposal behind the last of them."""
+        num_before = len(pending)
+        wanted = tuple(range(num_before - 1, num_before + len(tree)))
+        rows = self.lane_rows(lane, [*pending, *tree.token_ids], wanted)
+        rows.positions[num_before:] = tree.positions(rows.positions[num_before - 1])
+        return replace(rows, hidden=tree.hidden(num_before))
 
     def _slot_positions(self) -> I64 | None:
         if isinstance(self.state, RingState) and self.state.num_evictions:
@@ -252,7 +276,10 @@ class Sequence:
         # Keys and values after an eviction depend on what was evicted: not for others.
         if newly_full and not before.num_evictions:
             self.table.block_ids = engine.cache.insert(
-                engine.root, self._tokens[:num_slots], self.table.block_ids, newly_full.start
+                engine.root(self.exactness),
+                self._tokens[:num_slots],
+                self.table.block_ids,
+                newly_full.start,
             )
 
     def _evict(self, lane: int, eviction: Eviction) -> None:
@@ -272,7 +299,7 @@ class Sequence:
         with self._engine.turn(self, with_lane=False):
             # The last token is computed in any case: its logits are wanted.
             most = min(self.length, self.capacity) - 1
-            found = self._engine.cache.match(self._engine.root, self._tokens[:most])
+            found = self._engine.cache.match(self._engine.root(self.exactness), self._tokens[:most])
             num_tokens = len(found) * BLOCK_TOKENS
             self.table = BlockTable(found, num_tokens)
             self.state, _ = self.state.commit(num_tokens)

@@ -28,8 +28,8 @@ class Session(Closing):
     at the model's next use. One thread at a time may feed it or generate; forks may be made by any.
     """
 
-    def __init__(self, llm: LLM, sequence: Sequence) -> None:
-        self._llm = llm
+    def __init__(self, llm: LLM, sequence: Sequence, *, shares_text: bool = False) -> None:
+        self._llm, self._shares_text = llm, shares_text
         self._sequence = sequence
         self._busy = threading.Lock()
         self._answer: Callable[[], Answer | None] = lambda: None
@@ -94,6 +94,12 @@ class Session(Closing):
         """
         with self._alone():
             params = self._llm.checked_params(params)
+            exactness = self._sequence.exactness
+            if params.exactness not in (None, exactness):
+                raise UsageError(
+                    f"exactness: got {params.exactness!r}, but this session was begun as "
+                    f"{exactness}; begin another with session(exactness={params.exactness!r})"
+                )
             self._append(prompt, params.max_tokens)
             answer = Answer(
                 self._llm.engine, self._llm.tokenizer, self._sequence, params, owner=self
@@ -109,7 +115,8 @@ class Session(Closing):
         May be called while this one computes, from any thread: it waits for the pass in progress.
         Raises PoolFullError for a fork of a stream that the pool has no room for.
         """
-        return Session(self._llm, self._llm.engine.fork(self._sequence))
+        fork = self._llm.engine.fork(self._sequence)
+        return Session(self._llm, fork, shares_text=self._shares_text)
 
     def close(self) -> None:
         """Gives its blocks back; may be called again. Its answers can go on no longer."""
@@ -123,6 +130,8 @@ class Session(Closing):
         self._sequence.require_room(len(ids))
         self._llm.engine.require_fit(self._sequence, len(ids) + num_new)
         self._sequence.append(ids)
+        if self._shares_text:
+            self._llm.engine.share(ids)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:

@@ -1,69 +1,283 @@
 """Speculation: what is proposed to the target for a pass, and what became of it.
 
 A pass reads the weights once, however many rows it has, so tokens that are likely to come are
-computed together with the last one ("speculative decoding", Leviathan et al., 2023). The target
-chooses its token at each of these places as it would have without a proposal, noise included
-(sampling.py: noise is a function of seed, position and token), and keeps the proposed tokens as far
-as they are what it chose. So the text does not depend on what was proposed, or whether anything was.
+computed together with the last one ("speculative decoding", Leviathan et al., 2023). They come from
+the prior (what the text, the recent stream or a corpus repeats) and from the draft model. What the
+target makes of them is in verify.py: the text does not depend on what was proposed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from headrace.runtime.pace import Pace
-from headrace.runtime.prior import MAX_MATCH, NgramIndex
-from headrace.runtime.request import SpeculationCounts
+import numpy as np
+
+from headrace.runtime.drafter import SOURCE, Drafter, Drafting, origins
+from headrace.runtime.guess import Guess, Guesser
+from headrace.runtime.pace import ANY, F64, Origin, Pace, Plan
+from headrace.runtime.prior import MAX_MATCH, Match, NgramIndex, SharedIndex
+from headrace.runtime.prior_file import PriorFile
+from headrace.runtime.propose import Proposal, Room, best_chain, best_tree
+from headrace.runtime.request import (
+    MAX_PROPOSED,
+    Accept,
+    Exactness,
+    SourceCounts,
+    Speculate,
+    SpeculationCounts,
+)
+from headrace.runtime.sampling import Sampler
+from headrace.runtime.tree import ROOT, Tree
+from headrace.runtime.verify import Accepted
+
+_MATCH_STEPS = (4, 8, 16, 32)
+"""Match lengths from which a looked up token counts as surer."""
+
+_ALTERNATIVES = 2
+"""Continuations that are asked of an index where trees can be verified."""
+
+_RETRY_PASSES = 64
+"""Passes after which a draft that did not pay is asked for one token again."""
 
 
-@dataclass(frozen=True)
-class Proposal:
-    """A chain of tokens that may come next."""
+class Index(Protocol):
+    """Where continuations are looked up."""
 
-    token_ids: tuple[int, ...] = ()
-    sureness: int = 0
-    """How many tokens before it agree with the place where it was found."""
+    def candidates(self, context: Sequence[int], most: int, count: int) -> list[Match]: ...
+
+
+@dataclass
+class Speculation:
+    """What the requests of a model share."""
+
+    pace: Pace
+    speculate: Speculate
+    """Unless a request says otherwise."""
+    is_boundary: Callable[[int], bool]
+    """Whether a segment ends with a token: punctuation, a line's end."""
+    recent: SharedIndex
+    """What sessions let others look up."""
+    corpus: PriorFile | None = None
+    drafter: Drafter | None = None
+
+    def indexes(self) -> dict[str, Index]:
+        """By the name of the source."""
+        found: dict[str, Index] = {"stream": self.recent}
+        return found if self.corpus is None else {**found, "corpus": self.corpus}
+
+    def close(self) -> None:
+        if self.drafter is not None:
+            self.drafter.close()
+        if self.corpus is not None:
+            self.corpus.close()
+
+
+@dataclass(frozen=True, eq=False)
+class Text:
+    """Where a request begins."""
+
+    tokens: Sequence[int]
+    """The last ones of the text, and all that is pending."""
+    length: int
+    """Tokens of the whole text."""
+    num_new: int
+    """Tokens that it may become longer."""
+    exactness: Exactness
 
 
 class Speculator:
-    """Proposes for one request, from what its own tokens repeat."""
+    """Proposes for one request."""
 
-    def __init__(self, pace: Pace, token_ids: Sequence[int], num_new: int) -> None:
-        """Begins after `token_ids`, for up to `num_new` tokens."""
-        self._pace = pace
-        self._index = NgramIndex.holding(len(token_ids) + num_new)
+    def __init__(
+        self,
+        shared: Speculation,
+        text: Text,
+        sampler: Sampler,
+        vocab_size: int,
+        num_lanes: Callable[[], int],
+    ) -> None:
+        """`num_lanes` says how many lanes take part in passes now."""
+        speculate = sampler.params.speculate or shared.speculate
+        self._shared, self._pace = shared, shared.pace
+        self._fixed = speculate if isinstance(speculate, int) else None
+        self._limit = self._fixed or MAX_PROPOSED
+        self._accept: Accept = sampler.params.accept
+        self._exact = text.exactness == "exact"
+        self._num_lanes = num_lanes
+        self._own = NgramIndex.holding(len(text.tokens) + text.num_new)
+        sources = sampler.params.sources
+        self._indexes: dict[str, Index] = {"session": self._own, **shared.indexes()}
+        if sources == "draft":
+            self._indexes.clear()
         self._tail: list[int] = []
-        self._unread = list(token_ids)
+        self._unread = list(text.tokens)
         """Not indexed yet: a long prompt must not hold up the first token, which needs no proposal."""
-        self._counts = [0, 0, 0]
+        self._drafting: Drafting | None = None
+        drafter = shared.drafter
+        if drafter is not None and drafter.broken is None and sources != "lookup":
+            guesser = Guesser(sampler, self._accept, drafter.model.vocab_map, vocab_size)
+            self._drafting = Drafting(drafter, guesser, text.tokens, text.length)
+        self._draft_wait_s = 0.0
+        self._waits: dict[bool, float] = {}
+        """Seconds a drafted token was waited for, by deferral; a moving mean."""
+        self._since_drafted = 0
+        self._asked_at: float | None = None
+        self._passes = 0
+        self._proposed: Counter[tuple[str, int]] = Counter()
+        self._accepted: Counter[tuple[str, int]] = Counter()
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Tokens that have become text."""
         self._unread += token_ids
-
-    def _read(self) -> None:
-        self._index.extend(self._unread)
-        self._tail = [*self._tail, *self._unread][-MAX_MATCH:]
-        self._unread.clear()
+        if self._drafting is not None:
+            self._drafting.extend(token_ids)
 
     def propose(self, most: int) -> Proposal:
         """Up to `most` tokens, as many as promise the most tokens a second."""
         self._read()
-        most = min(most, self._pace.limit)
-        match = self._index.propose(self._tail, most) if most > 0 else None
-        if match is None:
+        room = Room(min(most, self._limit), self._num_lanes(), self._exact, self._fixed)
+        if room.most <= 0:
             return Proposal()
-        length = self._pace.length(match.length, len(match.continuation))
-        return Proposal(match.continuation[:length], match.length)
+        offers = self._look_up(room.most)
+        best, plan = self._best(offers, room)
+        drafted = self._draft(plan.tokens_per_s, room)
+        if drafted is None:
+            return best
+        if drafted.is_sampled:
+            # What was drawn is verified: leaving it out now would be a choice by its looks.
+            return drafted
+        return self._best([*offers, drafted], room)[0]
 
-    def judged(self, proposal: Proposal, num_accepted: int) -> None:
-        """What the target kept of a proposal."""
-        num_proposed = len(proposal.token_ids)
-        for i, count in enumerate((1, num_proposed, num_accepted)):
-            self._counts[i] += count
-        self._pace.note(proposal.sureness, num_proposed, num_accepted)
+    def _best(self, offers: Sequence[Proposal], room: Room) -> tuple[Proposal, Plan]:
+        best = best_chain if self._exact else best_tree
+        return best(offers, self._pace, room)
+
+    def _read(self) -> None:
+        self._own.extend(self._unread)
+        self._tail = [*self._tail, *self._unread][-MAX_MATCH:]
+        self._unread.clear()
+
+    def _look_up(self, most: int) -> list[Proposal]:
+        count = 1 if self._exact else _ALTERNATIVES
+        offers: list[Proposal] = []
+        for source, index in self._indexes.items():
+            for rank, match in enumerate(index.candidates(self._tail, most, count)):
+                sureness = sum(match.length >= step for step in _MATCH_STEPS)
+                tokens = match.continuation
+                before = [self._tail[-1], *tokens[:-1]]
+                offers.append(
+                    Proposal.chain(
+                        tokens,
+                        [
+                            Origin(source, min(rank, 1), sureness, self._shared.is_boundary(t))
+                            for t in before
+                        ],
+                    )
+                )
+        return offers
+
+    def _draft(self, tokens_per_s: float, room: Room) -> Proposal | None:
+        """What the draft model proposes, if it promises more than `tokens_per_s`."""
+        drafting, drafter = self._drafting, self._shared.drafter
+        if drafting is None or drafter is None or not drafting.is_possible:
+            return None
+        is_deferred = drafter.defer.is_deferred
+        wait_s = self._waits.get(is_deferred, drafter.step_s)
+        reach: F64 = np.cumprod(self._pace.acceptance.rates([Origin(SOURCE)] * room.most))
+        plan = self._pace.plan(
+            reach, lanes=room.lanes, exact=room.exact, extra_s=wait_s, fixed=room.fixed
+        )
+        want = plan.num_tokens if plan.tokens_per_s > tokens_per_s or room.fixed else 0
+        self._since_drafted += 1
+        if not want:
+            if self._since_drafted < _RETRY_PASSES:
+                return None
+            want = 1
+        self._since_drafted = 0
+        costs = self._pace.costs(room.lanes)
+        row_s = float(costs[-1] - costs[0]) / MAX_PROPOSED
+        # A token pays if it comes more surely than others would in the time that it takes.
+        least_reach = 0.0 if room.fixed else min(0.9, (wait_s + row_s) * tokens_per_s)
+        if self._accept == "rejection":
+            least_reach = 0.0
+        start = time.perf_counter()
+        chain = drafting.ask(want, least_reach, is_deferred=is_deferred)
+        waited = time.perf_counter() - start
+        self._draft_wait_s += waited
+        self._asked_at = start
+        if not chain:
+            return None
+        before = self._waits.get(is_deferred, waited / len(chain))
+        self._waits[is_deferred] = 0.9 * before + 0.1 * waited / len(chain)
+        return self._drafted(chain)
+
+    def _drafted(self, chain: Sequence[tuple[Guess, ...]]) -> Proposal:
+        """The first guesses as a chain, and where trees can be verified the others beside it."""
+        tokens: list[int] = []
+        parents: list[int] = []
+        origins_: list[Origin] = []
+        parent, before = ROOT, self._tail[-1]
+        is_tree = not self._exact and self._accept == "coupled"
+        drawn = []
+        for guesses in chain:
+            kept = guesses if is_tree else guesses[:1]
+            first = len(tokens)
+            tokens += [g.token_id for g in kept]
+            parents += [parent] * len(kept)
+            origins_ += origins(kept, before, self._shared.is_boundary)
+            drawn += [g.drawn_from for g in kept]
+            parent, before = first, kept[0].token_id
+        return Proposal(Tree(tuple(tokens), tuple(parents)), tuple(origins_), tuple(drawn))
+
+    def judged(self, proposal: Proposal, tree: Tree, accepted: Accepted) -> None:
+        """What the target kept of a proposal, of which it saw `tree`."""
+        self._passes += 1
+        if self._asked_at is not None and self._shared.drafter is not None:
+            seconds = time.perf_counter() - self._asked_at
+            self._shared.drafter.defer.note(len(accepted.token_ids), seconds)
+            self._asked_at = None
+        for origin, depth in zip(proposal.origins, tree.depths, strict=False):
+            self._proposed[origin.source, depth] += 1
+        node = ROOT
+        for token_id, kept in zip(accepted.token_ids, [*accepted.path, None], strict=True):
+            for sibling in tree.children(node):
+                is_kept = tree.token_ids[sibling] == token_id
+                self._note(proposal.origins[sibling], tree.depths[sibling], is_kept)
+                if is_kept:
+                    break
+            if kept is None:
+                break
+            self._accepted[proposal.origins[kept].source, tree.depths[kept]] += 1
+            node = kept
+
+    def _note(self, origin: Origin, depth: int, is_kept: bool) -> None:
+        acceptance = self._pace.acceptance
+        acceptance.note(origin, depth, accepted=is_kept)
+        if origin.source == SOURCE and not origin.rank and origin.sureness != ANY:
+            acceptance.note(Origin(SOURCE), depth, accepted=is_kept)
+
+    def close(self) -> None:
+        """The request has ended."""
+        if self._drafting is not None:
+            self._drafting.close()
 
     @property
     def counts(self) -> SpeculationCounts:
-        return SpeculationCounts(*self._counts)
+        sources: dict[str, SourceCounts] = {}
+        for source in dict.fromkeys(source for source, _ in self._proposed):
+            depths = range(1, 1 + max(d for s, d in self._proposed if s == source))
+            sources[source] = SourceCounts(
+                tuple(self._proposed[source, depth] for depth in depths),
+                tuple(self._accepted[source, depth] for depth in depths),
+            )
+        return SpeculationCounts(
+            passes=self._passes,
+            proposed=self._proposed.total(),
+            accepted=self._accepted.total(),
+            sources=sources,
+            draft_wait_s=self._draft_wait_s,
+        )

@@ -193,6 +193,14 @@ class Tokenizer:
         added = self._added.get(token_id)
         return added is not None and bool(added.special)
 
+    def ends_segment(self, token_id: int) -> bool:
+        """Whether a clause or a line ends with the token."""
+        known = self._ends_segment.get(token_id)
+        if known is None:
+            text = self.token_bytes(token_id).rstrip(b" ")
+            known = self._ends_segment[token_id] = text.endswith(_SEGMENT_ENDS)
+        return known
+
     def _with_bos(self, ids: list[int], wanted: bool) -> list[int]:
         if wanted and self.bos_id is not None and ids[:1] != [self.bos_id]:
             return [self.bos_id, *ids]
@@ -226,6 +234,11 @@ class Tokenizer:
         return ids
 
     @cached_property
+    def _ends_segment(self) -> dict[int, bool]:
+        """What was asked so far: the same few tokens over and over."""
+        return {}
+
+    @cached_property
     def _shielded(self) -> ShieldedStrings:
         return ShieldedStrings(self._control_ids)
 
@@ -257,6 +270,9 @@ class Tokenizer:
         inner = tokenizers.Tokenizer.from_str(json.dumps(document))
         inner.encode_special_tokens = True
         return inner
+
+
+_SEGMENT_ENDS = (b"\n", b".", b",", b";", b":", b"!", b"?")
 
 
 class Detokenizer:

@@ -209,7 +209,11 @@ class Sessions:
         num_blocks = self.chance.choice([10, 12, 16])
         manifest = self.small.bundle.manifest
         self.small.engine = Engine(
-            self.small.backend, manifest.config, manifest.kv, num_blocks, self.roomy.engine.root
+            self.small.backend,
+            manifest.config,
+            manifest.kv,
+            num_blocks,
+            self.roomy.engine.root("exact"),
         )
         self.twins: list[Twin] = []
         self.pins: list[list[int]] = []

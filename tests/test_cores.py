@@ -17,7 +17,7 @@ from headrace.runtime import cores
 from headrace.runtime.config import RuntimeConfig
 from headrace.runtime.cores import Cpus, Placement
 from headrace.runtime.llm import LLM
-from headrace.runtime.load import load_session, prepare_bundle
+from headrace.runtime.load import load_session, prepare_target
 from headrace.runtime.request import SamplingParams
 
 T = TypeVar("T")
@@ -203,7 +203,7 @@ def test_threads_of_a_session_stay_where_they_were_told(
     two: Cpus, tiny_bundle: Path, shared_cache: Path
 ) -> None:
     bundle = Bundle.open(tiny_bundle)
-    made = prepare_bundle(bundle, shared_cache, None, lambda message: None)
+    made = prepare_target(bundle, shared_cache, None, lambda message: None)
     for placement, workers in (
         (Placement(two[:1], 2), [two[:1]]),
         (Placement(two[1:], 3), [two[1:]] * 2),

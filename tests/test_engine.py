@@ -29,8 +29,9 @@ from headrace import LLM
 from headrace.errors import ModelOutputError, UsageError
 from headrace.runtime.batch import chain
 from headrace.runtime.lanes import TURN_PASSES
-from headrace.runtime.prefix import Root
 from headrace.runtime.session import Session
+from headrace.runtime.tree import Tree
+from headrace.runtime.verify import Accepted
 
 SEVEN = [ids(5 + 9 * i, start=i) for i in range(7)]
 STREAM = (16, 48, 16)
@@ -245,8 +246,8 @@ def test_pinning_twice_is_once(llm: LLM) -> None:
 
 def test_tree_and_exact_keep_apart(llm: LLM) -> None:
     llm.generate(ids(40), PARAMS)
-    tree = Root(llm.engine.root.kv, "tree", llm.engine.root.model)
-    assert llm.engine.cache.num_known(llm.engine.root, ids(40)) == 2
+    exact, tree = llm.engine.root("exact"), llm.engine.root("tree")
+    assert llm.engine.cache.num_known(exact, ids(40)) == 2
     assert llm.engine.cache.num_known(tree, ids(40)) == 0
 
 
@@ -353,10 +354,10 @@ def test_the_engine_costs_little_beside_a_pass(llm: LLM) -> None:
             sequence = llm.engine.sequence()
             sequence.append([5, 5])
             with watchdog(), llm.engine.request(sequence, 120):
-                sequence.verify((), lambda logits, proposed: [5])
+                sequence.verify(Tree(), lambda logits, tree: Accepted((5,), ()))
                 start = time.thread_time()
                 for _ in range(100):
-                    sequence.verify((), lambda logits, proposed: [5])
+                    sequence.verify(Tree(), lambda logits, tree: Accepted((5,), ()))
                 best["engine"] = min(best["engine"], (time.thread_time() - start) / 100)
             llm.engine.close_sequence(sequence)
             llm.engine.cache.evict(10_000)

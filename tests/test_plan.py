@@ -27,7 +27,7 @@ from headrace.runtime.arena import ArenaShape
 from headrace.runtime.bill import Bill, Facts, Limit, bill, limit_here, require_fit, require_memory
 from headrace.runtime.config import RuntimeConfig
 from headrace.runtime.kv import PoolShape
-from headrace.runtime.load import prepare_bundle
+from headrace.runtime.load import prepare_target
 from headrace.runtime.overhead import Overhead, estimate
 from headrace.runtime.plan import Wish, largest_window, plan, suffices
 from headrace.sizes import GIB, MIB, exact_size, parse_size, show_size
@@ -289,7 +289,7 @@ def test_a_process_under_full_load_is_what_its_bill_says() -> None:
 
 def test_the_estimate_is_near_what_is_measured() -> None:
     bundle = smollm2("int8", "f16")
-    prepare_bundle(bundle, cache_dir(), None, lambda message: None)
+    prepare_target(bundle, cache_dir(), None, lambda message: None)
     measured = Facts.of(Bundle.open(bundle.path), cache_dir()).overhead
     guessed = estimate(bundle.manifest.config, bundle.manifest.files["target/model.data"].size)
     assert measured.is_measured and not guessed.is_measured

@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 from headrace import LLM, SamplingParams
 from headrace.errors import UsageError
 from headrace.models.plantlog import sample_log
-from headrace.runtime.config import MAX_PROPOSED, RuntimeConfig
-from headrace.runtime.pace import Pace, PassCosts, costs_of
-from headrace.runtime.request import Completion
+from headrace.runtime.config import RuntimeConfig
+from headrace.runtime.pace import Origin, costs_of
+from headrace.runtime.propose import Proposal
+from headrace.runtime.request import MAX_PROPOSED, Completion
+from headrace.runtime.sampling import Sampler
+from headrace.runtime.sequence import Sequence
 from headrace.runtime.session import Session
-from headrace.runtime.speculate import Proposal, Speculator
-
-FREE = PassCosts({2: 1.0, 17: 1.0})
-"""Rows that cost nothing, so that all that is found is proposed."""
+from headrace.runtime.speculate import Speculator, Text
 
 LOOP = [7, 8, 9, 10, 11] * 5
 """A prompt that repeats itself, so that much is found."""
@@ -55,18 +55,21 @@ class Oracle(Speculator):
 
     def propose(self, most: int) -> Proposal:
         self._read()
-        done = self._index.num_tokens - len(LOOP)
+        done = self._own.num_tokens - len(LOOP)
         chain = list(self.truth[done : done + min(most, MAX_PROPOSED)])
         if self.lie_at < len(chain):
             chain[self.lie_at] = max(1, chain[self.lie_at]) - 1 or 2
-        return Proposal(tuple(chain), 16)
+        return Proposal.chain(chain, [Origin("oracle")] * len(chain))
 
 
 def with_oracle(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, truth: tuple[int, ...], lie_at: int
 ) -> None:
-    def speculator(sequence: object, num_new: int) -> Speculator:
-        oracle = Oracle(Pace(FREE, "auto"), LOOP, num_new)
+    def speculator(sequence: Sequence, sampler: Sampler, num_new: int) -> Speculator:
+        text = Text(LOOP, sequence.length, num_new, sequence.exactness)
+        shared = llm.engine.speculation
+        assert shared is not None
+        oracle = Oracle(shared, text, sampler, llm.engine.facts.vocab_size, lambda: 1)
         oracle.truth, oracle.lie_at = truth, lie_at
         return oracle
 

@@ -62,7 +62,7 @@ def test_only_blocks_before_the_first_eviction_are_found(
     for start in range(0, len(ids), 16):
         drive(engine, stream, ids[start : start + 16], plan)
         known = min(stream.state.num_tokens // BLOCK_TOKENS, most)
-        assert engine.cache.num_known(engine.root, ids) == engine.cache.num_blocks == known
+        assert engine.cache.num_known(engine.root("exact"), ids) == engine.cache.num_blocks == known
     engine.close_sequence(stream)
     assert engine.check().cached == most
     plain = engine_of(model.other, model.bundle, LANE // BLOCK_TOKENS)
@@ -70,7 +70,7 @@ def test_only_blocks_before_the_first_eviction_are_found(
     with plain.request(context, 0):
         context.append(ids[: layout.capacity])
         context.compute()
-    found = engine.cache.match(engine.root, ids)
+    found = engine.cache.match(engine.root("exact"), ids)
     assert len(found) == most
     for ours, theirs in zip(found, context.table.block_ids, strict=True):
         assert (engine.arrays.blocks[ours] == plain.arrays.blocks[theirs]).all()

@@ -14,8 +14,8 @@ from typing import Any, TypeVar, get_args
 import click
 
 from headrace.errors import UsageError
-from headrace.runtime.config import Exactness, RuntimeConfig
-from headrace.runtime.request import SamplingParams
+from headrace.runtime.config import Defer, RuntimeConfig
+from headrace.runtime.request import Accept, Exactness, SamplingParams, Sources
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -32,17 +32,25 @@ _KINDS: dict[str, dict[str, Any]] = {
     "Mapping[int, float]": {"multiple": True, "metavar": "ID=B"},
     "Speculate": {"type": str, "metavar": "auto|off|N"},
     "Exactness": {"type": click.Choice(get_args(Exactness))},
+    "Accept": {"type": click.Choice(get_args(Accept))},
+    "Sources": {"type": click.Choice(get_args(Sources))},
+    "Defer": {"type": click.Choice(get_args(Defer))},
+    "Path | None": {"type": click.Path(path_type=Path), "metavar": "FILE"},
 }
 """How a field is asked for, by its annotation."""
+
+_SAMPLING_FLAGS = [
+    field.name
+    for field in dataclasses.fields(SamplingParams)
+    if field.name not in RuntimeConfig.__dataclass_fields__
+]
 
 _REPEATABLE = " Repeatable."
 
 
 def sampling_flags(function: F) -> F:
-    """One flag for every field of SamplingParams."""
-    return _from_record(SamplingParams, [f.name for f in dataclasses.fields(SamplingParams)])(
-        function
-    )
+    """One flag for every field of SamplingParams that RuntimeConfig does not have as well."""
+    return _from_record(SamplingParams, _SAMPLING_FLAGS)(function)
 
 
 def runtime_flags(*names: str) -> Callable[[F], F]:
@@ -52,8 +60,7 @@ def runtime_flags(*names: str) -> Callable[[F], F]:
 
 def sampling_settings(flags: dict[str, Any]) -> dict[str, Any]:
     """What the user set of SamplingParams, by field; takes it out of `flags`."""
-    names = [field.name for field in dataclasses.fields(SamplingParams)]
-    settings = {name: flags.pop(name) for name in names}
+    settings = {name: flags.pop(name) for name in _SAMPLING_FLAGS}
     settings["stop"] = tuple(map(unescape, settings["stop"])) or None
     settings["logit_bias"] = _logit_bias(settings["logit_bias"]) or None
     return {name: value for name, value in settings.items() if value is not None}

@@ -24,11 +24,11 @@ def command(bundle: Path, **flags: Any) -> None:
     """
     config = runtime_config(flags)
 
-    from headrace.runtime.load import prepare_bundle, verify
+    from headrace.runtime.load import prepare_target, verify
 
     opened, cache = Bundle.open(bundle), cache_dir()
     verify(opened, cache, say)
-    prepared = prepare_bundle(opened, cache, config.target_placement().threads, say)
+    prepared = prepare_target(opened, cache, config.target_placement().threads, say)
     if not prepared.built:
         say("prepared already")
     print(f"{prepared.folder}  {size(prepared.nbytes)}")

@@ -68,6 +68,8 @@ from headrace.runtime.request import SamplingParams
     "draft_cpus",
     "exactness",
     "speculate",
+    "defer",
+    "prior",
     "ram",
     "reserve",
     "mlock",

@@ -1,0 +1,436 @@
+"""The drafter: one thread that computes what the draft model proposes, for all requests.
+
+A request asks, waits as long as a proposal is worth, and verifies. With deferral the drafter goes on
+meanwhile: it computes what is likely to come after the proposal, and after its likeliest refusals,
+so that the next one has a head start ("deferred": the draft is never held up by a verdict). A draft
+that is late, fails or hangs costs proposals, and no text.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from headrace.runtime.draft import MAX_NODES, DraftLane, DraftModel, frontier
+from headrace.runtime.guess import Guess, Guesser
+from headrace.runtime.pace import ANY, Acceptance, Origin, PassCosts
+from headrace.runtime.trace import Trace
+
+SOURCE = "draft"
+
+HANG_S = 5.0
+"""A pass of the draft that takes longer is not waited for any more, nor any other."""
+
+MAX_FAILURES = 3
+"""Errors of the draft after which it is not asked again."""
+
+_CONFIDENCE_STEPS = (0.3, 0.6, 0.8, 0.95)
+
+_LEAST_REACH = 0.03
+"""Outcomes less likely are not worth a row, even of a draft that would idle."""
+
+_CHEAP = 1.25
+"""Rows of a draft's pass that cost no more than this times one are taken together."""
+
+_MAX_WIDTH = 4
+
+_PATIENCE = 3.0
+"""A request waits for this times what its proposal should take, and _GRACE_S."""
+_GRACE_S = 0.01
+
+
+@dataclass
+class DraftCounts:
+    """What the drafter did since the start."""
+
+    rows: int = 0
+    """Of tokens that might come."""
+    rows_true: int = 0
+    """Of those, the ones that became text."""
+    rows_text: int = 0
+    """Of the text itself, to catch up."""
+    head_starts: int = 0
+    """Verdicts with deferral."""
+    head_start_hits: int = 0
+    """Those whose outcome had been computed already."""
+    late: int = 0
+    """Proposals that were not waited for."""
+    failures: int = 0
+    busy_s: float = 0.0
+    idle_s: float = 0.0
+    """Waiting to be asked."""
+
+
+class Place:
+    """A request's claim to a lane: as long as somebody holds it and it is not given back."""
+
+    is_free = False
+
+
+@dataclass(eq=False)
+class _Ask:
+    """A request's question, and the answer to it."""
+
+    place: Place
+    guesser: Guesser
+    tokens: list[int]
+    length: int
+    new: list[int]
+    """Tokens that have become output since the last one that was sent."""
+    want: int
+    least_reach: float
+    is_deferred: bool
+    chain: list[tuple[Guess, ...]] = field(default_factory=list)
+    """Guesses along the likeliest path."""
+    error: Exception | None = None
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+class Drafter:
+    """Owns the draft model and its thread."""
+
+    def __init__(
+        self,
+        model: DraftModel,
+        costs: PassCosts,
+        acceptance: Acceptance,
+        is_boundary: Callable[[int], bool],
+        *,
+        defer: str = "auto",
+        cpus: Sequence[int] | None = None,
+        trace: Trace | None = None,
+    ) -> None:
+        self.model, self.counts, self.defer = model, DraftCounts(), DeferChoice(defer)
+        self.broken: str | None = None
+        """Why the draft is not asked any more."""
+        self.step_s = costs.of(1)
+        self._text_row_s = costs.of(17) / 17
+        self._acceptance, self._is_boundary = acceptance, is_boundary
+        self._cpus, self._trace = cpus, trace
+        self._width = max(
+            r for r in range(1, _MAX_WIDTH + 1) if costs.of(r) <= _CHEAP * self.step_s
+        )
+        lanes = model.backend.facts.lanes
+        self._lanes = [DraftLane(model, i) for i in range(lanes)]
+        self._owners: list[weakref.ref[Place] | None] = [None] * lanes
+        self._queue: queue.SimpleQueue[_Ask | None] = queue.SimpleQueue()
+        self._open: list[DraftLane] = []
+        """Lanes to go on with while their proposals are verified."""
+        self._owed: set[DraftLane] = set()
+        """Those of them whose verdict is due."""
+        self._pass_began: float | None = None
+        self._thread = threading.Thread(target=self._run, name="headrace-draft", daemon=True)
+        self._starting = threading.Lock()
+
+    # the requests' side
+
+    def submit(self, ask: _Ask) -> None:
+        with self._starting:
+            if not self._thread.is_alive() and self.broken is None:
+                with suppress(RuntimeError):  # it has ended: the model is closed
+                    self._thread.start()
+        self._queue.put(ask)
+
+    def expected_s(self, want: int, num_behind: int) -> float:
+        """Seconds that a proposal should take."""
+        return want * self.step_s + num_behind * self._text_row_s
+
+    def is_hanging(self) -> bool:
+        began = self._pass_began
+        return began is not None and time.perf_counter() - began > HANG_S
+
+    def give_up(self, why: str) -> None:
+        """The draft is not asked any more."""
+        self.broken = why
+
+    def note_failure(self, error: Exception) -> None:
+        self.counts.failures += 1
+        if self.counts.failures >= MAX_FAILURES:
+            self.give_up(f"{self.counts.failures} errors, the last: {error}")
+
+    def close(self) -> None:
+        """Ends the thread; one that hangs is left alone, with the memory that it may write to."""
+        self.broken = self.broken or "closed"
+        if self._thread.is_alive():
+            self._queue.put(None)
+            self._thread.join(timeout=HANG_S)
+            if self._thread.is_alive():
+                return
+        self.model.close()
+
+    # the thread's side
+
+    def _run(self) -> None:
+        if self._cpus:
+            with suppress(OSError):
+                os.sched_setaffinity(0, self._cpus)
+        while True:
+            ask = self._next()
+            if ask is None:
+                return
+            start = time.perf_counter()
+            try:
+                self._answer(ask)
+            except Exception as error:  # noqa: BLE001  whatever a backend raises, the text goes on
+                ask.error = error
+                self.note_failure(error)
+                self._drop_lane_of(ask.place)
+            finally:
+                self.counts.busy_s += time.perf_counter() - start
+                ask.done.set()
+            del ask  # its request may be dropped while the thread waits
+
+    def _next(self) -> _Ask | None:
+        """The next question; until there is one, goes on behind what is being verified."""
+        while self._open:
+            with suppress(queue.Empty):
+                return self._queue.get_nowait()
+            start = time.perf_counter()
+            lane = self._open.pop(0)
+            try:
+                if self._go_on(lane):
+                    self._open.append(lane)
+            except Exception as error:  # noqa: BLE001  as above
+                self.note_failure(error)
+                lane.restart()
+            self.counts.busy_s += time.perf_counter() - start
+        start = time.perf_counter()
+        ask = self._queue.get()
+        self.counts.idle_s += time.perf_counter() - start
+        return ask
+
+    def _answer(self, ask: _Ask) -> None:
+        lane = self._lane_of(ask)
+        if lane is None:
+            return
+        was_open = lane in self._owed
+        self._owed.discard(lane)
+        if lane in self._open:
+            self._open.remove(lane)
+        ask.guesser.follow(ask.new)
+        true_before = lane.num_true
+        num_rows = self._timed(lambda: lane.follow(ask.tokens, ask.length), "read")
+        self.counts.rows_text += num_rows
+        self.counts.rows_true += lane.num_true - true_before
+        if was_open:
+            self.counts.head_starts += 1
+            self.counts.head_start_hits += not num_rows
+        ask.chain = self._grow(lane, ask)
+        if ask.is_deferred:
+            self._open.append(lane)
+            self._owed.add(lane)
+
+    def _grow(self, lane: DraftLane, ask: _Ask) -> list[tuple[Guess, ...]]:
+        """The likeliest path from the root, computed as far as it is asked for."""
+        chain: list[tuple[Guess, ...]] = []
+        node = 0
+        while len(chain) < ask.want and lane.nodes[node].guesses:
+            guesses = lane.nodes[node].guesses
+            reach = lane.nodes[node].reach * self._rates(lane, node)[0]
+            if reach < ask.least_reach:
+                break
+            chain.append(guesses)
+            if len(chain) == ask.want:
+                break
+            child = lane.child(node, guesses[0].token_id)
+            if child is None:
+                if not lane.has_room:
+                    break
+                child = len(lane.nodes)
+                self._compute(lane, [(node, guesses[0], reach)])
+            node = child
+        return chain
+
+    def _go_on(self, lane: DraftLane) -> bool:
+        """One pass for the likeliest outcomes that were not computed; whether there were any."""
+        outcomes: list[tuple[int, Guess, float]] = []
+        for node, guess, rank in frontier(lane):
+            reach = lane.nodes[node].reach * self._rates(lane, node)[rank]
+            if reach >= _LEAST_REACH:
+                outcomes.append((node, guess, reach))
+        outcomes.sort(key=lambda outcome: -outcome[2])
+        outcomes = outcomes[: min(self._width, MAX_NODES - len(lane.nodes))]
+        if outcomes:
+            self._compute(lane, outcomes)
+        return bool(outcomes)
+
+    def _rates(self, lane: DraftLane, node: int) -> list[float]:
+        """Probability that each guess behind a node is what comes, if the node came."""
+        rates: list[float] = []
+        depth = lane.nodes[node].depth + 1
+        for origin in origins(
+            lane.nodes[node].guesses, lane.nodes[node].token_id, self._is_boundary
+        ):
+            rates.append((1 - sum(rates)) * self._acceptance.rate(origin, depth))
+        return rates
+
+    def _compute(self, lane: DraftLane, wanted: list[tuple[int, Guess, float]]) -> None:
+        self._timed(lambda: lane.compute(wanted), "draft")
+        self.counts.rows += len(wanted)
+
+    def _timed(self, work: Callable[[], int | None], name: str) -> int:
+        start = self._pass_began = time.perf_counter()
+        try:
+            return work() or 0
+        finally:
+            self._pass_began = None
+            if self._trace is not None:
+                self._trace.add("draft", name, start, time.perf_counter())
+
+    def _lane_of(self, ask: _Ask) -> DraftLane | None:
+        """The request's lane; for a new one that which knows its text best, else a free one."""
+        owned = self._owned_by(ask.place)
+        if owned is not None:
+            return owned
+        free = [i for i, owner in enumerate(self._owners) if _is_free(owner)]
+        if not free:
+            return None
+        knowing = [i for i in free if self._lanes[i].agrees(ask.tokens, ask.length)]
+        chosen = max(knowing or free, key=lambda i: self._lanes[i].length if knowing else -i)
+        lane = self._lanes[chosen]
+        if not knowing:
+            lane.restart()
+        lane.begin(ask.guesser)
+        self._owners[chosen] = weakref.ref(ask.place)
+        self._owed.discard(lane)
+        return lane
+
+    def _owned_by(self, place: Place) -> DraftLane | None:
+        for lane, owner in zip(self._lanes, self._owners, strict=True):
+            if owner is not None and owner() is place:
+                return lane
+        return None
+
+    def _drop_lane_of(self, place: Place) -> None:
+        for i, owner in enumerate(self._owners):
+            if owner is not None and owner() is place:
+                self._lanes[i].restart()
+                self._owners[i] = None
+
+
+def _is_free(owner: weakref.ref[Place] | None) -> bool:
+    place = None if owner is None else owner()
+    return place is None or place.is_free
+
+
+def origins(
+    guesses: Sequence[Guess], before: int, is_boundary: Callable[[int], bool]
+) -> list[Origin]:
+    """What guesses behind a token are, to the pace."""
+    return [
+        Origin(SOURCE, rank, _sureness(guess), is_boundary(before))
+        for rank, guess in enumerate(guesses)
+    ]
+
+
+def _sureness(guess: Guess) -> int:
+    # What was drawn may not go by its own probability: `verify.rejection`.
+    if guess.drawn_from is not None:
+        return ANY
+    return sum(guess.probability >= step for step in _CONFIDENCE_STEPS)
+
+
+class Drafting:
+    """One request's use of the drafter. One thread at a time."""
+
+    def __init__(
+        self, drafter: Drafter, guesser: Guesser, tokens: Sequence[int], length: int
+    ) -> None:
+        """`tokens` are the last ones of a text of `length` tokens."""
+        self._drafter, self._guesser, self._place = drafter, guesser, Place()
+        self._window = drafter.model.layout.window
+        self._tokens = list(tokens[-self._window :])
+        self._length = length
+        self._new: list[int] = []
+        self._num_behind = len(self._tokens)
+        self._last: _Ask | None = None
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Tokens that have become output."""
+        self._tokens = [*self._tokens, *token_ids][-self._window :]
+        self._length += len(token_ids)
+        self._new += token_ids
+        self._num_behind += len(token_ids)
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether it can be asked now: it works, and does not owe an answer."""
+        drafter = self._drafter
+        if drafter.broken is None and drafter.is_hanging():
+            drafter.give_up(f"a pass took longer than {HANG_S:g} s")
+        return drafter.broken is None and (self._last is None or self._last.done.is_set())
+
+    def cost_s(self) -> float:
+        """Seconds that it takes to catch up with the text."""
+        return self._drafter.expected_s(0, self._num_behind)
+
+    def ask(
+        self, want: int, least_reach: float, *, is_deferred: bool
+    ) -> list[tuple[Guess, ...]] | None:
+        """Guesses for each of the next places, up to `want`; None if it failed or is late.
+
+        Ends early before a token that becomes text with less than `least_reach`.
+        """
+        drafter = self._drafter
+        ask = _Ask(
+            self._place,
+            self._guesser,
+            self._tokens,
+            self._length,
+            self._new,
+            want,
+            least_reach,
+            is_deferred,
+        )
+        patience = _PATIENCE * drafter.expected_s(want, self._num_behind) + _GRACE_S
+        self._last, self._new, self._num_behind = ask, [], 0
+        drafter.submit(ask)
+        if not ask.done.wait(patience):
+            drafter.counts.late += 1
+            return None
+        return None if ask.error is not None else ask.chain
+
+    def close(self) -> None:
+        """Another request may have the lane."""
+        self._place.is_free = True
+
+
+class DeferChoice:
+    """In-line or deferred: `on`, `off`, or by what gives more tokens a second, measured in turns."""
+
+    _PHASE = 16
+    """Proposals before it is thought about again."""
+    _EVERY = 8
+    """Phases of the better mode to one of the other."""
+
+    def __init__(self, defer: str) -> None:
+        self._fixed = {"on": True, "off": False}.get(defer)
+        self._speeds: dict[bool, float] = {}
+        self._is_deferred = True
+        self._tokens = self._seconds = 0.0
+        self._proposals = self._phases = 0
+
+    @property
+    def is_deferred(self) -> bool:
+        return self._is_deferred if self._fixed is None else self._fixed
+
+    def note(self, num_tokens: int, seconds: float) -> None:
+        """What a proposal, and its pass, gave."""
+        self._tokens += num_tokens
+        self._seconds += seconds
+        self._proposals += 1
+        if self._proposals < self._PHASE:
+            return
+        speed, mode = self._tokens / self._seconds, self._is_deferred
+        self._speeds[mode] = speed if mode not in self._speeds else (self._speeds[mode] + speed) / 2
+        self._tokens = self._seconds = 0.0
+        self._proposals, self._phases = 0, self._phases + 1
+        better = max(self._speeds, key=self._speeds.__getitem__)
+        is_other_due = len(self._speeds) < 2 or self._phases % self._EVERY == 0
+        self._is_deferred = (not better) if is_other_due else better

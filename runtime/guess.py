@@ -1,0 +1,100 @@
+"""What a draft's logits say comes next, in the target's tokens and by the request's own rules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from headrace.models.vocab_map import NO_TOKEN, VocabMap
+from headrace.runtime.noise import draw, drafting_seed
+from headrace.runtime.request import Accept
+from headrace.runtime.sampling import Candidates, Row, Sampler, checked_best
+
+MAX_GUESSES = 2
+"""Tokens that are guessed for a place: the draft's choice, and its runner-up."""
+
+
+@dataclass(frozen=True, eq=False)
+class Guess:
+    """A token that may come next."""
+
+    token_id: int
+    """The target's."""
+    probability: float
+    """Under the draft, with the request's sampling options; at temperature 0, at 1."""
+    drawn_from: Candidates | None = None
+    """See `verify.Sibling`."""
+
+
+class Guesser:
+    """Guesses for one request. Sampling options apply along each path, as they do to the target."""
+
+    def __init__(
+        self, sampler: Sampler, accept: Accept, vocab_map: VocabMap, vocab_size: int
+    ) -> None:
+        """`vocab_size` is the target's."""
+        self._sampler = sampler
+        self._is_drawn = accept == "rejection" and not sampler.is_greedy
+        # Drawn tokens must not know the noise that the target draws with; picked ones had better.
+        self._seed = drafting_seed(sampler.seed) if self._is_drawn else sampler.seed
+        self._counts = sampler.counts()
+        to_target = vocab_map.to_target
+        self._is_same = np.array_equal(to_target, np.arange(vocab_size))
+        self._columns = np.flatnonzero(to_target != NO_TOKEN)
+        self._tokens = to_target[self._columns]
+        self._row = np.full(vocab_size, -np.inf, np.float32)
+
+    def follow(self, token_ids: Iterable[int]) -> None:
+        """Tokens that have become output."""
+        for token_id in token_ids:
+            self._counts.push(token_id)
+
+    def guess(self, logits: Row, position: int, path: Sequence[int]) -> tuple[Guess, ...]:
+        """The likeliest tokens at `position`, after the text and `path`, best first.
+
+        Raises ModelOutputError for logits [draft's num_logits] that are no numbers.
+        """
+        row = logits if self._is_same else self._mapped(logits)
+        self.follow(path)
+        try:
+            if self._sampler.is_greedy:
+                return self._best(row)
+            return self._drawn(row, position)
+        finally:
+            for _ in path:
+                self._counts.pop()
+
+    def _mapped(self, logits: Row) -> Row:
+        self._row[self._tokens] = logits[self._columns]
+        return self._row
+
+    def _best(self, row: Row) -> tuple[Guess, ...]:
+        row = self._sampler.adjusted(row, self._counts).copy()
+        guesses: list[Guess] = []
+        total = 0.0
+        for _ in range(MAX_GUESSES):
+            best = int(row.argmax())
+            if not guesses:
+                top = float(checked_best(row[best]))
+                total = float(np.exp(row - np.float32(top)).sum())
+            guesses.append(Guess(best, float(np.exp(float(row[best]) - top)) / total))
+            row[best] = -np.inf
+        return tuple(g for g in guesses if g.probability > 0)
+
+    def _drawn(self, row: Row, position: int) -> tuple[Guess, ...]:
+        left = self._sampler.distribution(row, self._counts)
+        guesses: list[Guess] = []
+        for _ in range(min(MAX_GUESSES, len(left.ids))):
+            if not np.isfinite(left.scores).any():
+                break
+            at = draw(left.scores, left.ids, self._seed, position)
+            total = float(np.exp(left.scores).sum(dtype=np.float64))
+            probability = float(np.exp(left.scores[at])) / total
+            drawn_from = left if self._is_drawn else None
+            guesses.append(Guess(int(left.ids[at]), probability, drawn_from))
+            scores = left.scores.copy()
+            scores[at] = -np.inf
+            left = Candidates(left.ids, scores)
+        return tuple(guesses)
