@@ -12,6 +12,7 @@ from headrace.closing import Closing
 from headrace.errors import UsageError
 from headrace.runtime.batch import F32
 from headrace.runtime.engine import Engine
+from headrace.runtime.propose import Proposal
 from headrace.runtime.request import (
     Alternative,
     Completion,
@@ -25,7 +26,6 @@ from headrace.runtime.request import (
 from headrace.runtime.router import StopRouter
 from headrace.runtime.sampling import Choice, Sampler
 from headrace.runtime.sequence import Sequence
-from headrace.runtime.propose import Proposal
 from headrace.runtime.speculate import Speculator
 from headrace.runtime.tokenizer import Tokenizer
 from headrace.runtime.trace import span

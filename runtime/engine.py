@@ -26,8 +26,8 @@ from headrace.runtime.prefix import PrefixCache, PrefixCounters, Root
 from headrace.runtime.request import Exactness
 from headrace.runtime.ring import RingLayout
 from headrace.runtime.room import PAUSED_S, Room
-from headrace.runtime.sequence import Sequence
 from headrace.runtime.sampling import Sampler
+from headrace.runtime.sequence import Sequence
 from headrace.runtime.speculate import Speculation, Speculator, Text
 from headrace.runtime.trace import Trace
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from headrace.models.vocab_map import NO_TOKEN, VocabMap
-from headrace.runtime.noise import draw, drafting_seed
+from headrace.runtime.noise import drafting_seed, draw
 from headrace.runtime.request import Accept
 from headrace.runtime.sampling import Candidates, Row, Sampler, checked_best
 

@@ -13,6 +13,7 @@ from headrace.models.iospec import KV_POOL_BYTES
 from headrace.models.rope import F32, cos_sin, rotate
 from headrace.runtime.arena import KV, Arena
 from headrace.runtime.blocks import BLOCK_TOKENS
+from headrace.runtime.halves import Halves
 from headrace.runtime.pages import resident
 
 _POOL_DTYPES = {"f16": np.float16, "f32": np.float32, "int8": np.int8}
@@ -53,6 +54,7 @@ class PoolArrays:
             shape.num_blocks, *heads, BLOCK_TOKENS, config.head_dim
         )
         self._rotation = SinkRotation(config, shape.kv)
+        self._halves = Halves(self._blocks.shape[1:]) if shape.dtype == np.float16 else None
 
     @property
     def blocks(self) -> KV:
@@ -65,14 +67,22 @@ class PoolArrays:
     ) -> None:
         """Copies the first rows of a block from a lane, where it is entry `entry` of the table."""
         rows = arena.rows(lane, entry * BLOCK_TOKENS, num_rows)
-        self.blocks[block_id][..., :num_rows, :] = rows
+        block = self.blocks[block_id][..., :num_rows, :]
+        if self._halves is not None:
+            self._halves.store(rows, block)
+        else:
+            block[...] = rows
 
     def load(
         self, block_id: int, arena: Arena, lane: int, entry: int, num_rows: int = BLOCK_TOKENS
     ) -> None:
         """The way back."""
         rows = arena.rows(lane, entry * BLOCK_TOKENS, num_rows)
-        rows[...] = self.blocks[block_id][..., :num_rows, :]
+        block = self.blocks[block_id][..., :num_rows, :]
+        if self._halves is not None:
+            self._halves.load(block, rows)
+        else:
+            rows[...] = block
 
     def load_sinks(self, block_ids: list[int], arena: Arena, lane: int, shift: int) -> None:
         """Fills a lane's first slots from a stream's sink blocks, keys rotated `shift` further.

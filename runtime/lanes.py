@@ -51,6 +51,9 @@ class Lanes:
     def num_in_turn(self) -> int:
         return sum(lane.in_turn for lane in self._lanes)
 
+    def is_in_turn(self, index: int) -> bool:
+        return self._lanes[index].in_turn
+
     def give(self, sequence: Sequence) -> bool:
         """Whether the sequence has a lane now; if not, it stands in the queue for one."""
         if sequence.lane is not None and not (self._queue and self._is_used_up(sequence.lane)):

@@ -42,6 +42,8 @@ def draw(
     Maddison, Tarlow and Minka, "A* sampling", NIPS 2014). The first wins a tie. Scores hold no
     NaN and at least one finite value.
     """
+    if len(token_ids) == 1:
+        return 0
     high_key, low_key = _keys(seed, position)
     high = _hash32(token_ids, high_key)  # uint32 [n]
     bound = _upper_bound(scores, high)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -97,8 +98,7 @@ def measure(backend: Backend) -> PassCosts:
     return PassCosts({rows: float(np.median(found[1:])) for rows, found in seconds.items()})
 
 
-@dataclass(frozen=True)
-class Origin:
+class Origin(NamedTuple):
     """Where a proposed token comes from: what its chance of being accepted goes by."""
 
     source: str

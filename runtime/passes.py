@@ -75,9 +75,12 @@ class Passes:
         self._expected: dict[int, int] = {}
         """Lanes of the last pass whose threads have not come back, and those threads."""
         self._last_s = 0.0
+        self._lender: int | None = None
+        """The lane whose thread reads the backend's own memory, until its turn ends."""
 
     def run(self, rows: LaneRows) -> F32:
-        """Logits [wanted, V] of `rows`, the caller's own, from a pass that may hold others' too.
+        """Logits [wanted, V] of `rows`, from a pass that may hold others' too. They hold until the
+        turn ends.
 
         The caller has the lane's turn. Raises UsageError once closed, ModelOutputError.
         """
@@ -85,6 +88,8 @@ class Passes:
         with self._lock:
             self._lanes.submitted(rows)
             self._expected.pop(rows.lane, None)
+            if self._lender == rows.lane:
+                self._lender = None
             self._waiting.append(job)
             self._changed.notify_all()
             try:
@@ -104,6 +109,8 @@ class Passes:
     def _lead(self) -> None:
         try:
             self._running = []
+            while self._lender is not None and self._lanes.is_in_turn(self._lender):
+                self._changed.wait()
             self._gather()
             self._running = group = self._pick().jobs
             self._waiting = [job for job in self._waiting if job not in group]
@@ -154,11 +161,13 @@ class Passes:
         by_lane = {job.rows.lane: job for job in group}
         lanes = range(min(by_lane), max(by_lane) + 1)
         entries = [by_lane[i].rows if i in by_lane else self._lanes.rider(i) for i in lanes]
+        # Copying eight rows of a large vocabulary takes a tenth of a millisecond and more.
+        self._lender = group[0].rows.lane if self._lanes.num_in_turn == 1 else None
         start = time.monotonic()
         self._lock.release()
         try:
             logits = self._backend.forward(entries)
-            self._hand_out(group, entries, logits)
+            self._hand_out(group, entries, logits, is_lent=self._lender is not None)
         except Exception as error:  # noqa: BLE001  every thread of the pass hears of it
             for job in group:
                 job.error = error
@@ -171,7 +180,9 @@ class Passes:
         self.num_rows += sum(job.rows.num_rows for job in group)
 
     @staticmethod
-    def _hand_out(group: list[_Job], entries: Sequence[LaneRows], logits: F32) -> None:
+    def _hand_out(
+        group: list[_Job], entries: Sequence[LaneRows], logits: F32, *, is_lent: bool
+    ) -> None:
         starts, end = {}, 0
         for rows in entries:
             starts[rows.lane] = end
@@ -179,8 +190,9 @@ class Passes:
         assert len(logits) == end, f"{len(logits)} rows of logits, {end} wanted"
         for job in group:
             start = starts[job.rows.lane]
-            # Copied: the next pass writes over them.
-            job.logits = logits[start : start + len(job.rows.wanted)].copy()
+            rows = logits[start : start + len(job.rows.wanted)]
+            # The next pass writes over them.
+            job.logits = rows if is_lent else rows.copy()
 
     def _withdraw(self, job: _Job) -> None:
         """After an interrupt: the lane must be quiet before its turn ends, whatever comes."""

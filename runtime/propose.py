@@ -13,12 +13,14 @@ from headrace.runtime.sampling import Candidates
 from headrace.runtime.tree import ROOT, Tree
 from headrace.runtime.verify import Sibling
 
+_NOTHING = Tree()
+
 
 @dataclass(frozen=True, eq=False)
 class Proposal:
     """Tokens that may come next."""
 
-    tree: Tree = Tree()
+    tree: Tree = _NOTHING
     origins: tuple[Origin, ...] = ()
     """[n]"""
     drawn_from: tuple[Candidates | None, ...] = ()

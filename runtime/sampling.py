@@ -27,6 +27,10 @@ GREEDY_BELOW = 1e-5
 """Temperatures below it mean the best token: float32 scores would overflow."""
 
 
+_FEW = 2048
+"""Scores that are sorted without further ado."""
+
+
 class TokenCounts:
     """How often each token is in the output, and which are in the prompt.
 
@@ -153,15 +157,16 @@ def keep_top_p(candidates: Candidates, p: float) -> Candidates:
         return candidates
     scores = candidates.scores
     weights = np.exp(scores)  # [n]
-    goal = p * float(weights.sum(dtype=np.float64))
+    goal = p * float(weights.sum())
+    if goal <= 1.0:  # the best token's weight
+        return candidates._at(_largest(scores, 1))
     for floor in (1e-3, 1e-5):
-        likely = np.flatnonzero(weights >= floor * goal)
-        likely_weights = weights[likely]
-        if likely_weights.sum(dtype=np.float64) >= goal:
-            k, kth = _nucleus(scores[likely], likely_weights, goal)
-            break
-    else:
-        k, kth = _nucleus(scores, weights, goal)
+        # Nearly always a few tokens reach the goal; all that are better than one of them are here.
+        likely = np.flatnonzero(weights >= np.float32(floor * goal))
+        if weights[likely].sum(dtype=np.float64) >= goal:
+            k, kth = _nucleus(scores[likely], weights[likely], goal)
+            return candidates._at(likely[_first_k(scores[likely], kth, k)])
+    k, kth = _nucleus(scores, weights, goal)
     return candidates._at(_first_k(scores, kth, k))
 
 
@@ -195,6 +200,9 @@ def _largest(scores: Row, k: int) -> NDArray[np.intp]:
     """Ascending indices of the k largest values above -inf; the first ones among equals."""
     if k == 0:
         return np.empty(0, np.intp)
+    if k == 1:
+        best = int(scores.argmax())
+        return np.array([best] if scores[best] > -math.inf else [], np.intp)
     near = np.flatnonzero(scores >= _at_most_kth(scores, k))
     values = scores[near]
     kth = np.partition(values, len(values) - k)[len(values) - k]
@@ -213,6 +221,11 @@ def _first_k(scores: Row, kth: np.float32, k: int) -> NDArray[np.intp]:
 
 def _nucleus(scores: Row, weights: Row, goal: float) -> tuple[int, np.float32]:
     """How many of the largest weights reach `goal`, and the score of the last of them."""
+    if len(scores) <= _FEW:
+        order = np.argsort(scores)[::-1]
+        reached = np.cumsum(weights[order], dtype=np.float64)
+        place = min(int(np.searchsorted(reached, goal)), len(order) - 1)
+        return place + 1, scores[order[place]]
     # Sixteenths of a nat, so that only the one in which the sum is reached needs sorting.
     steps = np.minimum(scores * np.float32(-16), np.float32(1023)).astype(np.int16)
     sums = np.cumsum(np.bincount(steps, weights))

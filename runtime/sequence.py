@@ -212,7 +212,7 @@ class Sequence:
             assert most, "the context is full"
             chosen = choose(most)
             ids = self.pending[: chosen.num_rows]
-            logits = self._run(self.lane_rows(lane, ids, chosen.rows))
+            logits = self._run(self.lane_rows(lane, ids, chosen.rows)).copy()
             self.commit(lane, ids)
         return logits
 

@@ -1,0 +1,287 @@
+"""The benchmark of speculation: the same model on the same prompts, with proposals and without.
+
+Three ways to decode take turns in one process, so that each round's ratios are of one machine in
+one mood: `speculated` as the model was loaded; `padded`, one exact row a pass; and `plain`, one
+unpadded row a pass, which is the fastest that there is without proposals. A ratio is one of decode
+speeds, a prompt's is the median over rounds, a workload's the geometric mean over prompts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import chain
+from statistics import fmean, geometric_mean, median
+from typing import Any
+
+from headrace.errors import ExactnessError, UsageError
+from headrace.runtime.exactness import MIN_DECLARED_ROWS
+from headrace.runtime.llm import LLM
+from headrace.runtime.pace import Pace, PassCosts
+from headrace.runtime.prior import SharedIndex
+from headrace.runtime.propose import Proposal
+from headrace.runtime.request import MAX_PROPOSED, Completion, SpeculationCounts
+from headrace.runtime.sampling import Sampler
+from headrace.runtime.speculate import Speculation, Speculator, Text
+from headrace.runtime.tree import ROOT, Tree
+from headrace.runtime.verify import Accepted
+from headrace.runtime.workloads import Prompt, Workload
+
+Step = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One answer's decoding: what comes after the first token, which belongs to the prompt."""
+
+    completion: Completion
+    passes_s: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.completion.timings.decode_tokens_per_s
+
+    @property
+    def num_passes(self) -> int:
+        counts = self.completion.speculation
+        return counts.passes - 1 if counts else self.completion.timings.decode_tokens
+
+    @property
+    def host_s(self) -> float:
+        """Neither in passes of the target nor waiting for the draft."""
+        counts = self.completion.speculation
+        waited = counts.draft_wait_s if counts else 0.0
+        return self.completion.timings.decode_s - self.passes_s - waited
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of a workload."""
+
+    workload: str
+    prompts: int
+    prompt_tokens: float
+    """On average."""
+    speedup: float
+    """Over `plain`."""
+    speedup_over_padded: float | None
+    """None unless the model runs as exact."""
+    allowed_speedup: float | None
+    """What the costs of the passes alone would give for what was proposed and accepted, with a
+    free host; None unless all proposals are chains."""
+    speedups: tuple[float, ...]
+    """By prompt."""
+    tokens_per_pass: float
+    teacher_forced_tokens_per_pass: float
+    """Of look-ups alone when the text is the given one, not the model's."""
+    distinct_4grams: float
+    """Share of different ones in the speculated answers: a text that loops flatters look-ups."""
+    plain_tokens_per_s: float
+    padded_tokens_per_s: float | None
+    speculated_tokens_per_s: float
+    passes: int
+    proposed: int
+    accepted: int
+    proposed_by_source: dict[str, int]
+    accepted_by_source: dict[str, int]
+    target_ms_per_pass: float
+    draft_wait_ms_per_pass: float
+    host_ms_per_pass: float
+    plain_ms_per_pass: float
+    plain_host_ms_per_pass: float
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Bench:
+    """Rounds over workloads on a loaded model."""
+
+    def __init__(self, llm: LLM, workloads: Sequence[Workload]) -> None:
+        """Raises UsageError for a model that was loaded without speculation."""
+        self._llm, self._workloads = llm, workloads
+        self._is_exact = llm.config.exactness == "exact"
+        shared = llm.engine.speculation
+        if shared is None:
+            raise UsageError("speculate: got 'off', which leaves nothing to compare; use auto or N")
+        self._shared = shared
+        self._arms: dict[str, dict[str, Any]] = {
+            "speculated": {},
+            "plain": {"speculate": "off", "exactness": "tree"},
+        }
+        if self._is_exact:
+            self._arms["padded"] = {"speculate": "off"}
+        self._runs: dict[tuple[str, int, str], list[Run]] = {}
+
+    def num_steps(self, rounds: int) -> int:
+        """How often `step` of `run` is called."""
+        return (rounds + 1) * sum(len(workload.prompts) for workload in self._workloads)
+
+    def run(self, rounds: int, step: Step = lambda: None) -> list[Figures]:
+        """One round to warm up, and those that count. A round goes through all workloads, so that
+        what the pace learns of one is not fresh when it comes back.
+
+        Raises ExactnessError where the texts of exact decoding with and without proposals differ.
+        """
+        for number in range(rounds + 1):
+            for workload in self._workloads:
+                for i, prompt in enumerate(workload.prompts):
+                    self._round(workload.name, i, prompt, turn=number + i)
+                    step()
+            if not number:
+                self._runs.clear()
+        return [self._figures(workload) for workload in self._workloads]
+
+    def _round(self, name: str, index: int, prompt: Prompt, turn: int) -> None:
+        arms = list(self._arms)
+        first = turn % len(arms)
+        runs = {arm: self._answer(prompt, arm) for arm in (*arms[first:], *arms[:first])}
+        if self._is_exact:
+            a, b = (runs[arm].completion.token_ids for arm in ("speculated", "padded"))
+            if a != b:
+                at = next(i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)
+                raise ExactnessError(
+                    f"{name}, prompt {index + 1}: the texts with and without speculation differ "
+                    f"from token {at + 1} on; run with --exactness tree, and report this"
+                )
+        for arm, run in runs.items():
+            self._runs.setdefault((name, index, arm), []).append(run)
+
+    def _answer(self, prompt: Prompt, arm: str) -> Run:
+        params = replace(prompt.params, **self._arms[arm])
+        backend, passes_s = self._llm.backend, 0.0
+        with self._llm.generate(prompt.token_ids, params, stream=True) as answer:
+            for i, _ in enumerate(answer):
+                if not i:
+                    passes_s = backend.seconds_in_passes
+        return Run(answer.completion, backend.seconds_in_passes - passes_s)
+
+    def _figures(self, workload: Workload) -> Figures:
+        name, prompts = workload.name, range(len(workload.prompts))
+        arms = {arm: [self._runs[name, i, arm] for i in prompts] for arm in self._arms}
+        speculated = list(chain.from_iterable(arms["speculated"]))
+        plain = list(chain.from_iterable(arms["plain"]))
+        num_passes = sum(run.num_passes for run in speculated)
+        waited_s = sum(_counts(run).draft_wait_s for run in speculated)
+        padded = arms.get("padded")
+        return Figures(
+            workload=name,
+            prompts=len(prompts),
+            prompt_tokens=fmean(len(prompt.token_ids) for prompt in workload.prompts),
+            speedup=geometric_mean(_ratios(arms["speculated"], arms["plain"])),
+            speedup_over_padded=(
+                geometric_mean(_ratios(arms["speculated"], padded)) if padded else None
+            ),
+            allowed_speedup=self._allowed(speculated) if self._is_exact else None,
+            speedups=tuple(_ratios(arms["speculated"], arms["plain"])),
+            tokens_per_pass=sum(len(run.completion.token_ids) for run in speculated)
+            / sum(_counts(run).passes for run in speculated),
+            teacher_forced_tokens_per_pass=self._teacher_forced(workload),
+            distinct_4grams=fmean(distinct_4grams(run.completion.token_ids) for run in speculated),
+            plain_tokens_per_s=_speed(arms["plain"]),
+            padded_tokens_per_s=_speed(padded) if padded else None,
+            speculated_tokens_per_s=_speed(arms["speculated"]),
+            passes=sum(_counts(run).passes for run in speculated),
+            proposed=sum(_counts(run).proposed for run in speculated),
+            accepted=sum(_counts(run).accepted for run in speculated),
+            proposed_by_source=_by_source(speculated, "proposed"),
+            accepted_by_source=_by_source(speculated, "accepted"),
+            target_ms_per_pass=1e3 * sum(run.passes_s for run in speculated) / num_passes,
+            draft_wait_ms_per_pass=1e3 * waited_s / num_passes,
+            host_ms_per_pass=1e3 * sum(run.host_s for run in speculated) / num_passes,
+            plain_ms_per_pass=1e3 * fmean(run.passes_s / run.num_passes for run in plain),
+            plain_host_ms_per_pass=1e3 * fmean(run.host_s / run.num_passes for run in plain),
+        )
+
+    def _allowed(self, runs: Sequence[Run]) -> float:
+        costs = self._shared.pace.costs()
+        seconds = 0.0
+        for run in runs:
+            for length, number in lengths(_counts(run)).items():
+                seconds += number * costs[max(1 + length, MIN_DECLARED_ROWS) - 1]
+        tokens = sum(run.completion.timings.decode_tokens for run in runs)
+        return float(tokens * costs[0] / seconds)
+
+    def _teacher_forced(self, workload: Workload) -> float:
+        """Tokens per pass of look-ups in the given texts, by a pace that knows nothing yet."""
+        costs = dict(enumerate(self._shared.pace.costs().tolist(), 1))
+        fresh = replace(
+            self._shared, pace=Pace(PassCosts(costs)), recent=SharedIndex(), drafter=None
+        )
+        given = [prompt for prompt in workload.prompts if prompt.given]
+        num_passes = sum(self._passes_of(prompt, fresh) for prompt in given)
+        return sum(len(prompt.given) for prompt in given) / num_passes
+
+    def _passes_of(self, prompt: Prompt, shared: Speculation) -> int:
+        vocab_size = self._llm.engine.facts.vocab_size
+        sampler = Sampler(replace(prompt.params, sources="lookup"), prompt.token_ids, vocab_size)
+        exactness = self._llm.config.exactness
+        text = Text(prompt.token_ids, len(prompt.token_ids), len(prompt.given), exactness)
+        speculator = Speculator(shared, text, sampler, vocab_size, lambda: 1)
+        return sum(1 for _ in _forced(speculator, prompt.given))
+
+
+def _forced(speculator: Speculator, given: Sequence[int]) -> Iterator[Accepted]:
+    """What each pass gives when the model says what is given."""
+    done, proposal = 0, Proposal()  # the first pass is the prompt's
+    while done < len(given):
+        accepted = follow(proposal.tree, given[done:])
+        speculator.judged(proposal, proposal.tree, accepted)
+        speculator.extend(accepted.token_ids)
+        done += len(accepted.token_ids)
+        yield accepted
+        proposal = speculator.propose(min(MAX_PROPOSED, len(given) - done - 1))
+
+
+def follow(tree: Tree, truth: Sequence[int]) -> Accepted:
+    """The beginning of `truth` that a pass over `tree` gives."""
+    tokens, path, node = list[int](), list[int](), ROOT
+    for token_id in truth:
+        tokens.append(token_id)
+        kept = next((i for i in tree.children(node) if tree.token_ids[i] == token_id), None)
+        if kept is None or len(tokens) == len(truth):
+            break
+        path.append(kept)
+        node = kept
+    return Accepted(tuple(tokens), tuple(path))
+
+
+def distinct_4grams(token_ids: Sequence[int]) -> float:
+    """The share of a text's 4-grams that are different; 1 for a text that has none."""
+    grams = [tuple(token_ids[i : i + 4]) for i in range(len(token_ids) - 3)]
+    return len(set(grams)) / len(grams) if grams else 1.0
+
+
+def lengths(counts: SpeculationCounts) -> Counter[int]:
+    """How many passes after the prompt's had proposals of each length, if all were chains."""
+    reached: Counter[int] = Counter({0: counts.passes - 1})
+    for source in counts.sources.values():
+        reached.update(dict(enumerate(source.proposed, 1)))
+    return Counter({n: reached[n] - reached[n + 1] for n in reached if reached[n]})
+
+
+def _counts(run: Run) -> SpeculationCounts:
+    counts = run.completion.speculation
+    assert counts is not None, "it was loaded with speculation"
+    return counts
+
+
+def _by_source(runs: Sequence[Run], what: str) -> dict[str, int]:
+    sums: Counter[str] = Counter()
+    for run in runs:
+        for source, found in _counts(run).sources.items():
+            sums[source] += sum(getattr(found, what))
+    return dict(sums)
+
+
+def _ratios(ours: Sequence[Sequence[Run]], others: Sequence[Sequence[Run]]) -> list[float]:
+    """By prompt."""
+    return [
+        median(a.tokens_per_s / b.tokens_per_s for a, b in zip(mine, theirs, strict=True))
+        for mine, theirs in zip(ours, others, strict=True)
+    ]
+
+
+def _speed(runs: Sequence[Sequence[Run]]) -> float:
+    return geometric_mean([median(run.tokens_per_s for run in of) for of in runs])
