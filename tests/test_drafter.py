@@ -1,0 +1,248 @@
+"""A draft model changes how many passes an answer takes and nothing else, whatever it does."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from headrace import LLM, SamplingParams
+from headrace.runtime import drafter as drafter_module
+from headrace.runtime.backend import Backend
+from headrace.runtime.batch import F32, LaneRows
+from headrace.runtime.drafter import DeferChoice, Drafter
+from headrace.runtime.request import Completion
+from headrace.runtime.trace import Trace
+
+PARAMS = SamplingParams(max_tokens=60, ignore_eos=True, logprobs=2, seed=4)
+WARM = SamplingParams(
+    max_tokens=60, ignore_eos=True, logprobs=2, seed=4, temperature=0.9, repeat_penalty=1.1
+)
+PROMPT = "the pump is"
+
+
+def said(answer: Completion) -> tuple[object, ...]:
+    return answer.text, answer.token_ids, answer.logprobs, answer.finish_reason
+
+
+@pytest.fixture(scope="module")
+def plain(twin_bundle: Path, shared_cache: Path) -> Iterator[LLM]:
+    with LLM(twin_bundle, cache=shared_cache, lanes=4, speculate="off") as llm:
+        yield llm
+
+
+@pytest.fixture(params=["off", "on"])
+def drafted(twin_bundle: Path, shared_cache: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
+    """In-line and deferred; it proposes four tokens whatever they cost."""
+    with LLM(twin_bundle, cache=shared_cache, lanes=4, speculate=4, defer=request.param) as llm:
+        yield llm
+
+
+def drafter_of(llm: LLM) -> Drafter:
+    speculation = llm.engine.speculation
+    assert speculation is not None and speculation.drafter is not None
+    return speculation.drafter
+
+
+class Faulty:
+    """A draft's backend with something done to its logits."""
+
+    def __init__(self, inner: Backend, spoil: Callable[[F32], F32]) -> None:
+        self._inner, self._spoil = inner, spoil
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._inner, name)
+
+    def forward(self, rows: Sequence[LaneRows]) -> F32:
+        return self._spoil(self._inner.forward(rows))
+
+
+def spoil(llm: LLM, monkeypatch: pytest.MonkeyPatch, how: Callable[[F32], F32]) -> None:
+    model = drafter_of(llm).model
+    monkeypatch.setattr(model, "backend", Faulty(model.backend, how))
+
+
+@pytest.mark.parametrize("params", [PARAMS, WARM], ids=["greedy", "warm"])
+def test_a_perfect_draft_is_nearly_always_accepted(
+    plain: LLM, drafted: LLM, params: SamplingParams
+) -> None:
+    expected = plain.generate(PROMPT, params)
+    for _ in range(3):  # late proposals are chance; three answers without any are not
+        answer = drafted.generate(PROMPT, params)
+        assert said(answer) == said(expected)
+    counts = answer.speculation
+    assert counts is not None and "draft" in counts.sources
+    assert counts.accepted >= 0.8 * counts.proposed
+    assert counts.passes <= 40
+
+
+@pytest.mark.parametrize("params", [PARAMS, WARM], ids=["greedy", "warm"])
+def test_a_draft_that_is_always_wrong(
+    plain: LLM, drafted: LLM, params: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil(drafted, monkeypatch, lambda logits: -logits)
+    answer = drafted.generate(PROMPT, params)
+    assert said(answer) == said(plain.generate(PROMPT, params))
+    counts = answer.speculation
+    assert counts is not None
+    draft = counts.sources["draft"]
+    assert sum(draft.proposed) > 50 and sum(draft.accepted) < 0.2 * sum(draft.proposed)
+    assert counts.wasted >= sum(draft.proposed) - sum(draft.accepted)
+
+
+def test_by_default_it_is_hardly_asked_any_more(
+    twin_bundle: Path, shared_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LLM(twin_bundle, cache=shared_cache) as llm:
+        spoil(llm, monkeypatch, lambda logits: -logits)
+        for _ in range(3):
+            answer = llm.generate(PROMPT, PARAMS)
+        assert answer.speculation is not None
+        draft = answer.speculation.sources.get("draft")
+        assert draft is None or sum(draft.proposed) <= 4
+
+
+def raising(logits: F32) -> F32:
+    raise RuntimeError("no such device")
+
+
+def not_a_number(logits: F32) -> F32:
+    return np.full_like(logits, np.nan)
+
+
+@pytest.mark.parametrize("how", [raising, not_a_number])
+def test_a_draft_that_fails_is_given_up(
+    plain: LLM, drafted: LLM, how: Callable[[F32], F32], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil(drafted, monkeypatch, how)
+    answer = drafted.generate(PROMPT, PARAMS)
+    assert said(answer) == said(plain.generate(PROMPT, PARAMS))
+    drafter = drafter_of(drafted)
+    assert drafter.counts.failures == drafter_module.MAX_FAILURES
+    assert drafter.broken is not None and "3 errors, the last: " in drafter.broken
+    assert answer.speculation is not None and answer.speculation.accepted == 0
+    assert said(drafted.generate(PROMPT, WARM)) == said(plain.generate(PROMPT, WARM))
+
+
+def test_one_failure_is_forgiven(plain: LLM, drafted: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = iter(range(1_000_000))
+    spoil(drafted, monkeypatch, lambda logits: raising(logits) if next(passes) == 5 else logits)
+    for _ in range(3):
+        answer = drafted.generate(PROMPT, PARAMS)
+        assert said(answer) == said(plain.generate(PROMPT, PARAMS))
+    assert drafter_of(drafted).counts.failures == 1
+    assert drafter_of(drafted).broken is None
+    assert answer.speculation is not None and answer.speculation.accepted > 10
+
+
+def test_a_draft_that_hangs_holds_nothing_up(
+    plain: LLM, drafted: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    freed = threading.Event()
+
+    def hang(logits: F32) -> F32:
+        freed.wait(60)
+        return logits
+
+    monkeypatch.setattr(drafter_module, "HANG_S", 0.05)
+    spoil(drafted, monkeypatch, hang)
+    expected = plain.generate(PROMPT, PARAMS)
+    start = time.perf_counter()
+    try:
+        for _ in range(3):
+            assert said(drafted.generate(PROMPT, PARAMS)) == said(expected)
+        assert time.perf_counter() - start < 30, "the hang takes 60 s"
+        drafter = drafter_of(drafted)
+        assert drafter.counts.late == 1, "it is not asked again before it has answered"
+        assert drafter.broken is not None and "took longer" in drafter.broken
+        start = time.perf_counter()
+        drafted.close()
+        assert time.perf_counter() - start < 10
+    finally:
+        freed.set()
+
+
+def test_more_requests_than_lanes_do_without(plain: LLM, drafted: LLM) -> None:
+    """And a lane comes back when its request has ended, or nobody has it any more."""
+    expected = plain.generate(PROMPT, PARAMS)
+    answers = [drafted.generate(PROMPT, PARAMS, stream=True) for _ in range(6)]
+    for _ in range(70):
+        for answer in answers:
+            next(answer, None)
+    assert all(said(answer.completion) == said(expected) for answer in answers)
+    del answer, answers
+    later = drafted.generate(PROMPT, PARAMS)
+    assert later.speculation is not None and later.speculation.accepted > 10
+
+
+def test_sessions_side_by_side(plain: LLM, drafted: LLM) -> None:
+    prompts = ["the pump", "a valve is", "x y x y", "low low low"]
+    answers: dict[str, Completion] = {}
+
+    def run(prompt: str) -> None:
+        answers[prompt] = drafted.generate(prompt, WARM)
+
+    threads = [threading.Thread(target=run, args=(prompt,)) for prompt in prompts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    for prompt in prompts:
+        assert said(answers[prompt]) == said(plain.generate(prompt, WARM))
+
+
+def test_streams_wrap_with_a_draft(plain: LLM, drafted: LLM) -> None:
+    ends = []
+    for llm in (plain, drafted):
+        with llm.session("stream", sinks=16, window=32, unit=16) as stream:
+            stream.feed(PROMPT)
+            answer = stream.generate(" on", SamplingParams(max_tokens=150, ignore_eos=True))
+            ends.append((answer.token_ids, stream.generate(" so", PARAMS).token_ids))
+    assert ends[0] == ends[1]
+
+
+def test_deferral_computes_ahead(twin_bundle: Path, shared_cache: Path) -> None:
+    trace = Trace()
+    with LLM(twin_bundle, cache=shared_cache, speculate=4, defer="on", trace=trace) as llm:
+        slow = llm.backend.forward
+
+        def forward(rows: Sequence[LaneRows]) -> F32:
+            time.sleep(0.02)
+            return slow(rows)
+
+        llm.backend.forward = forward  # type: ignore[method-assign]
+        answer = llm.generate(PROMPT, PARAMS)
+        counts = drafter_of(llm).counts
+        assert answer.speculation is not None
+        assert counts.head_starts >= 5
+        assert counts.head_start_hits >= 0.8 * counts.head_starts, (
+            "a perfect draft knows the outcome"
+        )
+        assert counts.rows_true <= counts.rows
+        assert counts.busy_s > 0 and counts.idle_s > 0
+    spans = trace.to_json()["traceEvents"]
+    assert isinstance(spans, list)
+    passes = [s for s in spans if s.get("cat") == "target"]
+    drafts = [s for s in spans if s.get("cat") == "draft"]
+    overlapping = [
+        d
+        for d in drafts
+        if any(p["ts"] <= d["ts"] and d["ts"] + d["dur"] <= p["ts"] + p["dur"] for p in passes)
+    ]
+    assert len(overlapping) > len(drafts) / 3, "draft passes within passes of the target"
+
+
+def test_the_faster_mode_is_taken() -> None:
+    for faster in (True, False):
+        choice = DeferChoice("auto")
+        taken = []
+        for _ in range(2000):
+            taken.append(choice.is_deferred)
+            choice.note(3, 0.1 if choice.is_deferred is faster else 0.15)
+        share = sum(is_deferred is faster for is_deferred in taken) / len(taken)
+        assert 0.8 < share < 1.0, "and the other is tried again now and then"
+    assert DeferChoice("on").is_deferred and not DeferChoice("off").is_deferred
