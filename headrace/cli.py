@@ -26,7 +26,9 @@ COMMANDS = {
     "plan": "Show what a model takes of the memory, before it is loaded.",
     "score": "Measure how well a model expects a text.",
     "prepare": "Make a bundle's weights ready for this machine.",
+    "bench": "Measure what speculation gains on this machine.",
     "prior": "Index texts like those in service, so that what they repeat is proposed.",
+    "check": "Check on this machine that speculation keeps its promises.",
     "demo": "Export a small model and let it answer and read a log.",
 }
 """Each is `headrace.commands.<name>.command`, imported on use: some are not for the board."""

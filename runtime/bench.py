@@ -119,21 +119,21 @@ class Bench:
         return (rounds + 1) * sum(len(workload.prompts) for workload in self._workloads)
 
     def run(self, rounds: int, step: Step = lambda: None) -> list[Figures]:
-        """One round to warm up, and those that count. A round goes through all workloads, so that
-        what the pace learns of one is not fresh when it comes back.
+        """One round to warm up, and those that count, workload by workload: the pace is measured as
+        it is when a model has work of one kind, but not twice in a row the same.
 
         Raises ExactnessError where the texts of exact decoding with and without proposals differ.
         """
-        for number in range(rounds + 1):
-            for workload in self._workloads:
+        for workload in self._workloads:
+            for number in range(rounds + 1):
                 for i, prompt in enumerate(workload.prompts):
-                    self._round(workload.name, i, prompt, turn=number + i)
+                    runs = self._round(workload.name, i, prompt, turn=number + i)
+                    for arm, run in runs.items() if number else ():
+                        self._runs.setdefault((workload.name, i, arm), []).append(run)
                     step()
-            if not number:
-                self._runs.clear()
         return [self._figures(workload) for workload in self._workloads]
 
-    def _round(self, name: str, index: int, prompt: Prompt, turn: int) -> None:
+    def _round(self, name: str, index: int, prompt: Prompt, turn: int) -> dict[str, Run]:
         arms = list(self._arms)
         first = turn % len(arms)
         runs = {arm: self._answer(prompt, arm) for arm in (*arms[first:], *arms[:first])}
@@ -145,8 +145,7 @@ class Bench:
                     f"{name}, prompt {index + 1}: the texts with and without speculation differ "
                     f"from token {at + 1} on; run with --exactness tree, and report this"
                 )
-        for arm, run in runs.items():
-            self._runs.setdefault((name, index, arm), []).append(run)
+        return runs
 
     def _answer(self, prompt: Prompt, arm: str) -> Run:
         params = replace(prompt.params, **self._arms[arm])

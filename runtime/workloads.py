@@ -116,15 +116,14 @@ class Writer:
 
     def _cut(self, name: str, log: Log, place: float) -> tuple[list[str], list[str]]:
         """Lines of the log for a prompt, and those that follow them."""
-        start = int(place * len(log.lines))
-        before = self._as_many(log.lines[start:], min(self._room, _LOG_TOKENS[name]))
-        after = self._as_many(log.lines[start + len(before) :], 2 * self._num_new)
-        if not before or not after:
+        rest = log.lines[int(place * len(log.lines)) :]
+        before = self._as_many(rest[: len(rest) // 2], min(self._room, _LOG_TOKENS[name]))
+        if not before:
             raise UsageError(
-                f"{log.name}: got {len(log.lines)} lines, of which none are left after "
-                f"{self._room} tokens from line {start + 1}; give longer logs of shorter lines"
+                f"{log.name}: got {len(log.lines)} lines, of which none fits a prompt of "
+                f"{self._room} tokens and has others after it; give longer logs of shorter lines"
             )
-        return before, after
+        return before, list(rest[len(before) : len(before) + self._num_new])
 
     def _as_many(self, lines: Sequence[str], num_tokens: int) -> list[str]:
         taken: list[str] = []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from headrace.commands.flags import (
 from headrace.commands.terminal import say
 from headrace.errors import UsageError
 from headrace.runtime.request import SamplingParams
+from headrace.runtime.trace import Trace
 
 
 @click.command(name="run")
@@ -76,6 +79,13 @@ from headrace.runtime.request import SamplingParams
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
 @click.option("--stats", is_flag=True, help="Print speed and memory on stderr afterwards.")
+@click.option(
+    "--trace",
+    "trace_file",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="Write what draft, target and host did when, for chrome://tracing or Perfetto.",
+)
 def command(bundle: Path, prompt: str | None, **flags: Any) -> None:
     r"""Answer a prompt, or chat.
 
@@ -86,7 +96,7 @@ def command(bundle: Path, prompt: str | None, **flags: Any) -> None:
 
     Names of control tokens in a prompt stay text. In --stop, \n, \r, \t and \\ are escapes.
     """
-    as_json, stats = flags.pop("as_json"), flags.pop("stats")
+    as_json, stats, trace_file = (flags.pop(name) for name in ("as_json", "stats", "trace_file"))
     pin_system = flags.pop("pin_system")
     sampling, user = flags.pop("sampling"), sampling_settings(flags)
     style = _style(flags)
@@ -99,11 +109,14 @@ def command(bundle: Path, prompt: str | None, **flags: Any) -> None:
     if text is None and as_json:
         raise UsageError("--json needs a PROMPT, or one on stdin: a chat is not one JSON object")
 
+    if trace_file is not None:
+        require_writable("--trace", trace_file)
+
     from headrace.commands.chat import Chat
     from headrace.commands.talk import Talk
     from headrace.runtime.llm import LLM
 
-    with LLM(bundle, config, say=say) as llm:
+    with _saved_to(trace_file) as trace, LLM(bundle, config, say=say, trace=trace) as llm:
         if sampling == "model":
             params = SamplingParams.resolve(user, llm.sampling_defaults)
         talk = Talk(llm, params.seeded(), **style)
@@ -121,6 +134,30 @@ def command(bundle: Path, prompt: str | None, **flags: Any) -> None:
         else:
             measured = talk.finish(talk.ask(text), sys.stdout)
             talk.print_figures(measured, stats=stats)
+
+
+def require_writable(flag: str, path: Path) -> None:
+    """Raises UsageError for a file that cannot be written; leaves none behind."""
+    is_new = not path.exists()
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        raise UsageError(f"{flag}: {path} cannot be written: {error.strerror}") from error
+    if is_new:
+        path.unlink()
+
+
+@contextmanager
+def _saved_to(path: Path | None) -> Iterator[Trace | None]:
+    """A trace that is written when all that fills it has ended, however it ends."""
+    if path is None:
+        yield None
+        return
+    trace = Trace()
+    try:
+        yield trace
+    finally:
+        trace.save(path)
 
 
 def _style(flags: dict[str, Any]) -> dict[str, Any]:
