@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from commandline import CommandLine, finish, started
 
+from headrace import LLM, SamplingParams
+from headrace.commands.figures import print_stats, run_measured
 from headrace.runtime.trace import TRACKS, Trace
 
 SHORT = ("x y x y x y x y", "--raw", "--max-tokens", "40", "--ignore-eos")
@@ -103,3 +105,26 @@ def test_threads_share_a_trace() -> None:
     assert isinstance(events, list)
     shown = [(e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"]
     assert shown == [("early", 0.0, 3e6), ("late", 1e6, 1e6)]
+
+
+def test_stats_say_where_tokens_and_time_went(command: CommandLine, twin_bundle: Path) -> None:
+    result = command(
+        "run", twin_bundle, *SHORT, "--speculate", "4", "--sources", "draft", "--stats"
+    )
+    assert result.code == 0, result.err
+    assert re.search(r"tokens per pass +\d+\.\d\d; \d+ of \d+ .* accepted, \d+ wasted", result.err)
+    assert re.search(r"from draft +\d+ of \d+ accepted, first ones \d+%", result.err)
+    assert re.search(r"target \d.* s, waiting for the draft \d.* s, host \d.* s", result.err)
+    assert re.search(r"draft model +busy .*, idle .*rows became text", result.err)
+
+
+def test_stats_say_why_the_draft_is_not_asked(
+    capsys: pytest.CaptureFixture[str], twin_bundle: Path, shared_cache: Path
+) -> None:
+    with LLM(twin_bundle, cache=shared_cache) as llm:
+        assert llm.engine.speculation is not None and llm.engine.speculation.drafter is not None
+        llm.engine.speculation.drafter.give_up("a pass took longer than 5 s")
+        answer = llm.generate("x y x y", SamplingParams(max_tokens=8), stream=True)
+        measured = run_measured(answer, llm.backend, lambda text: None)
+        print_stats(measured, llm.engine)
+    assert "not asked any more: a pass took longer than 5 s" in capsys.readouterr().err

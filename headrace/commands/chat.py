@@ -90,7 +90,7 @@ class Chat:
         if self._last is None:
             say("there is no finished answer yet")
         else:
-            print_stats(self._last, self._talk.llm.engine.stats)
+            print_stats(self._last, self._talk.llm.engine)
 
 
 def _unknown(rest: str) -> None:

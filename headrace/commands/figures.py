@@ -10,8 +10,9 @@ from headrace.commands.terminal import print_facts, print_table, size
 from headrace.runtime import memory
 from headrace.runtime.answer import Answer
 from headrace.runtime.backend import Backend
-from headrace.runtime.engine import KvStats
-from headrace.runtime.request import Completion, TokenLogprob
+from headrace.runtime.drafter import Drafter
+from headrace.runtime.engine import Engine, KvStats
+from headrace.runtime.request import Completion, SpeculationCounts, TokenLogprob
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,8 @@ def run_measured(answer: Answer, backend: Backend, write: Callable[[str], None])
     return Measured(answer.completion, backend.seconds_in_passes - at_first_token)
 
 
-def print_stats(measured: Measured, kv: KvStats) -> None:
-    """On stderr. `kv` is the engine's, after the answer."""
+def print_stats(measured: Measured, engine: Engine) -> None:
+    """On stderr. `engine` is asked as it is now, after the answer."""
     completion, now = measured.completion, memory.usage()
     timings, host_s = completion.timings, measured.host_s_per_token
     known = completion.usage.prompt_tokens - timings.prefill_tokens
@@ -55,8 +56,9 @@ def print_stats(measured: Measured, kv: KvStats) -> None:
         ("decode", f"{timings.decode_tokens_per_s:,.1f} tokens/s"),
         ("host time per step", "no step" if host_s is None else f"{host_s * 1000:.2f} ms"),
         *_speculation_facts(completion),
+        *_draft_facts(engine),
         ("seed", str(completion.seed)),
-        *kv_facts(kv),
+        *kv_facts(engine.stats),
         ("memory, anonymous", size(now.rss_anon)),
         ("memory, file pages", size(now.rss_file)),
         ("memory, peak", size(now.vm_hwm)),
@@ -65,12 +67,51 @@ def print_stats(measured: Measured, kv: KvStats) -> None:
 
 
 def _speculation_facts(completion: Completion) -> list[tuple[str, str]]:
-    counts = completion.speculation
+    counts, timings = completion.speculation, completion.timings
     if counts is None or not counts.passes:
         return []
     per_pass = completion.usage.completion_tokens / counts.passes
     words = f"{counts.accepted:,} of {counts.proposed:,} proposed tokens accepted"
-    return [("tokens per pass", f"{per_pass:.2f}; {words}")]
+    host_s = timings.first_token_s + timings.decode_s - timings.target_s - counts.draft_wait_s
+    times = f"target {timings.target_s:.2f} s, waiting for the draft {counts.draft_wait_s:.2f} s"
+    return [
+        ("tokens per pass", f"{per_pass:.2f}; {words}, {counts.wasted:,} wasted"),
+        *_source_facts(counts),
+        ("where the time went", f"{times}, host {host_s:.2f} s"),
+    ]
+
+
+def _source_facts(counts: SpeculationCounts) -> list[tuple[str, str]]:
+    facts = []
+    for name, source in counts.sources.items():
+        words = f"{sum(source.accepted):,} of {sum(source.proposed):,} accepted"
+        if source.proposed[0]:
+            words += f", first ones {source.accepted[0] / source.proposed[0]:.0%}"
+        facts.append((f"  from {name}", words))
+    return facts
+
+
+def _draft_facts(engine: Engine) -> list[tuple[str, str]]:
+    """Of the draft since it was loaded, if there is one."""
+    drafter = None if engine.speculation is None else engine.speculation.drafter
+    if drafter is None:
+        return []
+    counts = drafter.counts
+    parts = [f"busy {counts.busy_s:.2f} s, idle {counts.idle_s:.2f} s"]
+    if counts.head_starts:
+        share = counts.head_start_hits / counts.head_starts
+        parts.append(f"{share:.0%} of {counts.head_starts:,} head starts hit")
+    rows = f"{counts.rows_true:,} of {counts.rows:,} rows became text"
+    return [("draft model", ", ".join([*parts, rows])), *_draft_troubles(drafter)]
+
+
+def _draft_troubles(drafter: Drafter) -> list[tuple[str, str]]:
+    counts = drafter.counts
+    troubles = {"late": counts.late, "failures": counts.failures}
+    parts = [f"{name} {count:,}" for name, count in troubles.items() if count]
+    if drafter.broken is not None:
+        parts.append(f"not asked any more: {drafter.broken}")
+    return [("draft troubles", ", ".join(parts))] if parts else []
 
 
 def kv_facts(kv: KvStats) -> list[tuple[str, str]]:

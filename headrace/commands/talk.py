@@ -66,4 +66,4 @@ class Talk:
         if logprobs and measured.completion.logprobs is not None:
             print_logprobs(measured.completion.logprobs)
         if stats:
-            print_stats(measured, self.llm.engine.stats)
+            print_stats(measured, self.llm.engine)
