@@ -25,6 +25,8 @@ class BackendFacts:
     """Rows a lane may add in one pass."""
     max_wanted: int
     """Rows in one pass whose logits can be returned."""
+    least_rows: int
+    """Rows that a pass of `exact` lanes has at least, padding included."""
     exact: bool
     """Whether a row's logits are the same bits however it came to be computed."""
 

@@ -122,7 +122,7 @@ class Engine:
             self.speculation,
             text,
             sampler,
-            self.facts.vocab_size,
+            self.facts,
             lambda: max(1, self._lanes.num_in_turn),
         )
 

@@ -9,7 +9,7 @@ from headrace.errors import ExactnessError
 from headrace.models.config import ModelConfig
 
 MIN_DECLARED_ROWS = 2
-"""A lane that declares one row gets another attention kernel, and other last bits."""
+"""A lane that declares one row gets another attention kernel, and other last bits: `least_rows`."""
 
 QUERY_BLOCK = 16
 """The attention operator takes a lane's rows in blocks of `2 * head_dim`, fewer on a small L2 cache,
@@ -33,11 +33,26 @@ class Machine:
         return cls(arch, 4 if arch in ("aarch64", "arm64") else 1)
 
 
-def declared_rows(past: int, num_rows: int, machine: Machine) -> int:
-    """Rows to declare to the attention operator for `num_rows` real ones, padding included."""
-    declared = max(num_rows, MIN_DECLARED_ROWS)
+def least_rows(quant: str, kv: str, machine: Machine) -> int:
+    """Rows of a pass from which on none depends on how many there are.
+
+    On x86, one where weights and cache are both of 8 bits: neither the products nor attention have
+    a kernel of their own for single rows then.
+    """
+    is_arm = machine.row_multiple > 1
+    return 1 if (quant, kv) == ("int8", "int8") and not is_arm else MIN_DECLARED_ROWS
+
+
+def declared_rows(
+    past: int, num_rows: int, machine: Machine, least: int = MIN_DECLARED_ROWS
+) -> int:
+    """Rows to declare to the attention operator for `num_rows` real ones, padding included.
+
+    `least` is what `least_rows` says.
+    """
+    declared = max(num_rows, least)
     declared += -(past + declared) % machine.row_multiple
-    if declared % QUERY_BLOCK == 1:
+    if declared % QUERY_BLOCK == 1 and least > 1:
         declared += machine.row_multiple
     return declared
 

@@ -19,7 +19,7 @@ from headrace.runtime.answer import Answer
 from headrace.runtime.bill import require_memory
 from headrace.runtime.config import RuntimeConfig
 from headrace.runtime.engine import Engine
-from headrace.runtime.exactness import Machine, require_exact
+from headrace.runtime.exactness import Machine, least_rows, require_exact
 from headrace.runtime.load import (
     Loader,
     Say,
@@ -113,6 +113,7 @@ class LLM(Closing):
             kv=manifest.kv,
             lanes=self.config.lanes,
             capacity=self.capacity,
+            least_rows=least_rows(manifest.quant, manifest.kv, Machine.here()),
             cpus=self.placement.cpus,
         )
         root = Root(manifest.kv, self.config.exactness, self.bundle.target_identity())

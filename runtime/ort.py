@@ -19,7 +19,7 @@ from headrace.runtime.arena import Arena, ArenaShape
 from headrace.runtime.backend import BackendFacts
 from headrace.runtime.batch import F32, LaneRows
 from headrace.runtime.cores import Cpus, pinned
-from headrace.runtime.exactness import Machine, declared_rows, is_exact
+from headrace.runtime.exactness import MIN_DECLARED_ROWS, Machine, declared_rows, is_exact
 from headrace.runtime.pages import untouched
 
 MAX_ROWS = 256
@@ -115,10 +115,12 @@ class OrtBackend:
         lanes: int,
         capacity: int,
         machine: Machine | None = None,
+        least_rows: int = MIN_DECLARED_ROWS,
         cpus: Cpus | None = None,
     ) -> None:
         """Allocates the arena; `session` must hold a graph that `iospec` describes. The thread
-        that calls `forward` computes on one of `cpus` until it returns.
+        that calls `forward` computes on one of `cpus` until it returns. `least_rows` is what
+        `exactness.least_rows` says of the graph.
         """
         self.arena = Arena(ArenaShape(config, kv, lanes, capacity))
         self.seconds_in_passes = 0.0
@@ -142,6 +144,7 @@ class OrtBackend:
             capacity=capacity,
             max_rows=MAX_ROWS,
             max_wanted=MAX_WANTED,
+            least_rows=least_rows,
             exact=is_exact(config, kv, self._machine),
         )
 
@@ -176,14 +179,15 @@ class OrtBackend:
             assert r.lane == first + i < facts.lanes, "lanes must exist and be consecutive"
             assert r.past + r.num_rows <= facts.capacity, "lane is full"
             assert r.num_rows <= facts.max_rows, "too many rows in one pass"
-            is_padded = r.exact or not r.num_rows  # the operator refuses a lane of no rows
-            declared.append(
-                declared_rows(r.past, r.num_rows, self._machine) if is_padded else r.num_rows
-            )
+            if r.exact:
+                number = declared_rows(r.past, r.num_rows, self._machine, facts.least_rows)
+            else:
+                number = r.num_rows
+            declared.append(max(1, number))  # the operator refuses a lane of no rows
         assert num_wanted <= facts.max_wanted, "too many logits wanted"
         # Two rows through the head, too: one row takes another kernel on some machines.
-        least = 1 if any(r.exact for r in rows) else 0
-        wanted = 1 << max(least, (max(1, num_wanted) - 1).bit_length())
+        least = facts.least_rows if any(r.exact for r in rows) else 1
+        wanted = 1 << (max(least, num_wanted) - 1).bit_length()
         # The operator refuses a width that does not fit behind what a lane holds.
         width = min(_padded(max(declared)), self.arena.slots - max(r.past for r in rows))
         assert width >= max(declared), "a lane has no room for the longest lane's rows"

@@ -15,7 +15,6 @@ import numpy.typing as npt
 
 from headrace.runtime.backend import Backend
 from headrace.runtime.batch import LaneRows
-from headrace.runtime.exactness import MIN_DECLARED_ROWS
 from headrace.runtime.request import MAX_PROPOSED
 
 F64 = npt.NDArray[np.float64]
@@ -171,7 +170,7 @@ class Pace:
         reach: F64,
         *,
         lanes: int = 1,
-        exact: bool = True,
+        least_rows: int = 1,
         extra_s: float = 0.0,
         fixed: int | None = None,
     ) -> Plan:
@@ -180,13 +179,13 @@ class Pace:
         Args:
             reach: [n] probability that each token becomes text, the largest first.
             lanes: lanes that take part in a pass.
-            exact: the lane pads a single row to two, so that one proposed token costs nothing.
+            least_rows: of the lane, padding included: proposed tokens in its place cost nothing.
             extra_s: seconds that each token costs beside its row in the pass.
             fixed: how many to propose whatever they cost.
         """
         expected = 1 + np.concatenate([[0.0], np.cumsum(reach)])  # [n + 1]
         lengths = np.arange(len(expected))
-        rows = np.maximum(1 + lengths, MIN_DECLARED_ROWS if exact else 1)
+        rows = np.maximum(1 + lengths, least_rows)
         speeds = expected / (self.costs(lanes)[rows - 1] + extra_s * lengths)
         best = int(np.argmax(speeds)) if fixed is None else min(fixed, len(reach))
         return Plan(best, float(speeds[best]))

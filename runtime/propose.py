@@ -73,7 +73,8 @@ class Room:
     most: int
     """Tokens at most."""
     lanes: int = 1
-    exact: bool = True
+    least_rows: int = 1
+    """Of the lane in a pass, padding included."""
     fixed: int | None = None
 
 
@@ -152,4 +153,4 @@ def _part(whole: Proposal, nodes: npt.NDArray[np.intp], reach: F64) -> Proposal:
 
 
 def _plan(pace: Pace, reach: F64, room: Room) -> Plan:
-    return pace.plan(reach, lanes=room.lanes, exact=room.exact, fixed=room.fixed)
+    return pace.plan(reach, lanes=room.lanes, least_rows=room.least_rows, fixed=room.fixed)

@@ -16,6 +16,7 @@ from typing import Protocol
 
 import numpy as np
 
+from headrace.runtime.backend import BackendFacts
 from headrace.runtime.drafter import SOURCE, Drafter, Drafting, origins
 from headrace.runtime.guess import Guess, Guesser
 from headrace.runtime.pace import ANY, F64, Origin, Pace, Plan
@@ -97,16 +98,17 @@ class Speculator:
         shared: Speculation,
         text: Text,
         sampler: Sampler,
-        vocab_size: int,
+        facts: BackendFacts,
         num_lanes: Callable[[], int],
     ) -> None:
-        """`num_lanes` says how many lanes take part in passes now."""
+        """`facts` are the target's; `num_lanes` says how many lanes take part in passes now."""
         speculate = sampler.params.speculate or shared.speculate
         self._shared, self._pace = shared, shared.pace
         self._fixed = speculate if isinstance(speculate, int) else None
         self._limit = self._fixed or MAX_PROPOSED
         self._accept: Accept = sampler.params.accept
         self._exact = text.exactness == "exact"
+        self._least_rows = facts.least_rows if self._exact else 1
         self._num_lanes = num_lanes
         self._own = NgramIndex.holding(len(text.tokens) + text.num_new)
         sources = sampler.params.sources
@@ -119,7 +121,7 @@ class Speculator:
         self._drafting: Drafting | None = None
         drafter = shared.drafter
         if drafter is not None and drafter.broken is None and sources != "lookup":
-            guesser = Guesser(sampler, self._accept, drafter.model.vocab_map, vocab_size)
+            guesser = Guesser(sampler, self._accept, drafter.model.vocab_map, facts.vocab_size)
             self._drafting = Drafting(drafter, guesser, text.tokens, text.length)
         self._draft_wait_s = 0.0
         self._waits: dict[bool, float] = {}
@@ -139,7 +141,7 @@ class Speculator:
     def propose(self, most: int) -> Proposal:
         """Up to `most` tokens, as many as promise the most tokens a second."""
         self._read()
-        room = Room(min(most, self._limit), self._num_lanes(), self._exact, self._fixed)
+        room = Room(min(most, self._limit), self._num_lanes(), self._least_rows, self._fixed)
         if room.most <= 0:
             return Proposal()
         offers = self._look_up(room.most)
@@ -189,7 +191,7 @@ class Speculator:
         wait_s = self._waits.get(is_deferred, drafter.step_s)
         reach: F64 = np.cumprod(self._pace.acceptance.rates([Origin(SOURCE)] * room.most))
         plan = self._pace.plan(
-            reach, lanes=room.lanes, exact=room.exact, extra_s=wait_s, fixed=room.fixed
+            reach, lanes=room.lanes, least_rows=room.least_rows, extra_s=wait_s, fixed=room.fixed
         )
         want = plan.num_tokens if plan.tokens_per_s > tokens_per_s or room.fixed else 0
         self._since_drafted += 1

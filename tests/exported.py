@@ -17,6 +17,7 @@ from headrace.models.manifest import TARGET, Bundle
 from headrace.paths import cache_dir
 from headrace.runtime.batch import F32, chain
 from headrace.runtime.cores import Placement
+from headrace.runtime.exactness import Machine, least_rows
 from headrace.runtime.ort import OrtBackend
 from headrace.runtime.prepare import session_options
 
@@ -64,7 +65,14 @@ def backend(bundle: Bundle, *, lanes: int = 1, capacity: int = 700, threads: int
         providers=["CPUExecutionProvider"],
     )
     manifest = bundle.manifest
-    return OrtBackend(session, manifest.config, kv=manifest.kv, lanes=lanes, capacity=capacity)
+    return OrtBackend(
+        session,
+        manifest.config,
+        kv=manifest.kv,
+        lanes=lanes,
+        capacity=capacity,
+        least_rows=least_rows(manifest.quant, manifest.kv, Machine.here()),
+    )
 
 
 def logits_of(

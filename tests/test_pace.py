@@ -17,23 +17,23 @@ reaches = st.lists(st.floats(0.0, 1.0), max_size=MAX_PROPOSED).map(
 )
 
 
-@given(reaches, costs, st.integers(1, 4), st.booleans(), st.floats(0.0, 0.5))
+@given(reaches, costs, st.integers(1, 4), st.integers(1, 2), st.floats(0.0, 0.5))
 def test_no_other_size_yields_more(
-    reach: np.ndarray, costs: PassCosts, lanes: int, exact: bool, extra_s: float
+    reach: np.ndarray, costs: PassCosts, lanes: int, least: int, extra_s: float
 ) -> None:
     def speed(size: int) -> float:
-        rows = max(1 + size, 2 if exact else 1)
+        rows = max(1 + size, least)
         return float((1 + reach[:size].sum()) / (costs.of(rows * lanes) + extra_s * size))
 
-    plan = Pace(costs).plan(reach, lanes=lanes, exact=exact, extra_s=extra_s)
+    plan = Pace(costs).plan(reach, lanes=lanes, least_rows=least, extra_s=extra_s)
     assert np.isclose(plan.tokens_per_s, speed(plan.num_tokens))
     assert all(plan.tokens_per_s >= speed(n) * (1 - 1e-9) for n in range(len(reach) + 1))
 
 
 def test_what_is_free_is_proposed_and_what_never_pays_is_not() -> None:
     pace = Pace(PassCosts({1: 1.0, 2: 1.2, 4: 1.6, 8: 2.4, 16: 4.0}))
-    assert pace.plan(np.full(16, 0.0), exact=False).num_tokens == 0
-    assert pace.plan(np.full(16, 0.01)).num_tokens == 1, "the padding row is there anyway"
+    assert pace.plan(np.full(16, 0.0)).num_tokens == 0
+    assert pace.plan(np.full(16, 0.01), least_rows=2).num_tokens == 1, "the padding row is there anyway"
     assert pace.plan(np.full(16, 1.0)).num_tokens == 16
     assert pace.plan(np.full(16, 1.0), extra_s=1.1).num_tokens < 2
     assert pace.plan(np.full(16, 0.0), fixed=5).num_tokens == 5

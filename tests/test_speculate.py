@@ -69,7 +69,7 @@ def with_oracle(
         text = Text(LOOP, sequence.length, num_new, sequence.exactness)
         shared = llm.engine.speculation
         assert shared is not None
-        oracle = Oracle(shared, text, sampler, llm.engine.facts.vocab_size, lambda: 1)
+        oracle = Oracle(shared, text, sampler, llm.engine.facts, lambda: 1)
         oracle.truth, oracle.lie_at = truth, lie_at
         return oracle
 
