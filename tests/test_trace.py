@@ -55,7 +55,9 @@ def test_spans_of_host_and_target(
 def test_spans_of_the_draft(command: CommandLine, twin_bundle: Path, tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     path.write_text("what was there before")
-    result = command("run", twin_bundle, *SHORT, "--sources", "draft", "--trace", path)
+    result = command(
+        "run", twin_bundle, *SHORT, "--speculate", "4", "--sources", "draft", "--trace", path
+    )
     assert result.code == 0, result.err
     spans = spans_of(path)
     assert spans["draft"] and spans["target"] and spans["host"]
