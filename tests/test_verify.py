@@ -239,13 +239,13 @@ def unreduced(language: Language, sampler: Sampler) -> six.Proposer:
 def test_wrong_proposals_are_caught(
     wrong: Callable[[Language, Sampler], six.Proposer],
 ) -> None:
-    places, pairs = sampled("cool", wrong, 2, count=3_000, likeness=0.0)
+    places, pairs = sampled("cool", wrong, 2, count=6_000, likeness=0.0)
     assert min(*places, pairs) < CHANCE
 
 
 def test_a_residual_of_logits_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify, "stages", wrong_stages)
-    places, pairs = sampled("cool", chains, 2, count=3_000, likeness=0.0)
+    places, pairs = sampled("cool", chains, 2, count=6_000, likeness=0.0)
     assert min(*places, pairs) < CHANCE
     target, draft = candidates([4, 3, 2, 1, 1, 1]), candidates([1, 1, 5, 1, 1, 1])
     monkeypatch.setattr(six, "stages", wrong_stages)
