@@ -64,7 +64,9 @@ class Recorded:
         self._logits = np.zeros((32, size), np.float32)
         self.facts = BackendFacts(config.vocab_size, size, 1, CAPACITY, 256, 32, 2, exact=True)
         self.cycle = chance.permutation(np.arange(1000, 1000 + PERIOD))
-        self._next = {int(t): int(n) for t, n in zip(self.cycle, np.roll(self.cycle, -1))}
+        self._next = {
+            int(t): int(n) for t, n in zip(self.cycle, np.roll(self.cycle, -1), strict=True)
+        }
 
     def forward(self, rows: Sequence[LaneRows]) -> F32:
         start, cpu_start = time.perf_counter(), time.thread_time()
@@ -96,7 +98,9 @@ def engine_of(backend: Recorded, bundle: Bundle, tokenizer: Tokenizer, proposed:
     )
 
 
-def answered(engine: Engine, tokenizer: Tokenizer, cycle: list[int], params: SamplingParams) -> Answer:
+def answered(
+    engine: Engine, tokenizer: Tokenizer, cycle: list[int], params: SamplingParams
+) -> Answer:
     sequence = engine.sequence()
     sequence.append(cycle * 8)
     return Answer(engine, tokenizer, sequence, params)

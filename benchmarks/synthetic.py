@@ -1,22 +1,28 @@
 """Bundles of a real model's geometry with random weights: speed without a download.
 
     python benchmarks/synthetic.py write OUT [--geometry 1.5b] [--quant int4] [--seed 0] [--json]
+    python benchmarks/synthetic.py measure BUNDLE [--p 0.5 0.7 0.9] [--tokens 96] [--rounds 3] [--json]
 
 What a pass costs depends on shapes and not on values, so such a bundle times a pass as the trained
 model would; its text means nothing. The weights go into a temporary Hugging Face folder beside OUT
-(2 bytes a weight), which a plain `headrace export` reads, with its parity check. The last line of
---json is one object.
+(2 bytes a weight), which a plain `headrace export` reads, with its parity check. `measure` verifies
+a scripted draft that costs nothing and whose tokens are each accepted with probability p, against
+the fastest plain decoding (unpadded single rows), beside the best that the measured costs of passes
+allow. The last line of --json is one object.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import resource
+import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain, islice, product
 from pathlib import Path
 from typing import Any
@@ -26,9 +32,17 @@ import numpy as np
 import safetensors.numpy
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from headrace import LLM, SamplingParams
 from headrace.export.build import ExportOptions, export
 from headrace.models.config import ModelConfig
 from headrace.models.families import config_from_hf, weights
+from headrace.runtime import pace
+from headrace.runtime.pace import Origin, PassCosts
+from headrace.runtime.propose import Proposal, Room, best_chain
+from headrace.runtime.request import MAX_PROPOSED, Completion
+from headrace.runtime.sampling import Sampler
+from headrace.runtime.sequence import Sequence as Tokens
+from headrace.runtime.speculate import Speculator, Text
 
 _QWEN = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -191,6 +205,113 @@ def write(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+class Scripted(Speculator):
+    """A draft that costs nothing and knows the text: each token is right with probability p."""
+
+    truth: Sequence[int] = ()
+    p = 1.0
+    chance = random.Random(0)
+    done = 0
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        super().extend(token_ids)
+        self.done += len(token_ids)
+
+    def propose(self, most: int) -> Proposal:
+        room = Room(min(most, MAX_PROPOSED), 1, self._least_rows, None)
+        chain = [
+            token_id if self.chance.random() < self.p else token_id ^ 1
+            for token_id in self.truth[self.done : self.done + max(0, room.most)]
+        ]
+        # An origin for each p: what one is like says nothing of another.
+        offer = Proposal.chain(chain, [Origin(f"script {self.p}")] * len(chain))
+        return best_chain([offer], self._pace, room)[0]
+
+
+@contextmanager
+def scripted(llm: LLM, truth: Sequence[int], p: float, seed: int) -> Iterator[None]:
+    """Requests propose what `Scripted` does."""
+
+    def speculator(sequence: Tokens, sampler: Sampler, num_new: int) -> Speculator:
+        text = Text(sequence.tokens(), sequence.length, num_new, sequence.exactness)
+        shared = llm.engine.speculation
+        assert shared is not None
+        made = Scripted(shared, text, sampler, llm.engine.facts, lambda: 1)
+        made.truth, made.p, made.chance = truth, p, random.Random(seed)
+        return made
+
+    llm.engine.speculator = speculator  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del llm.engine.speculator
+
+
+def best_speedup(p: float, costs: PassCosts) -> tuple[float, int]:
+    """What c(T) allows over single rows, (1 - p^(n+1)) / (1 - p) * c(1) / c(n + 1), and its n."""
+    yields = {
+        n: sum(p**i for i in range(n + 1)) * costs.of(1) / costs.of(n + 1)
+        for n in range(MAX_PROPOSED + 1)
+    }
+    best = max(yields, key=yields.__getitem__)
+    return yields[best], best
+
+
+def measure_scripted(args: argparse.Namespace) -> dict[str, Any]:
+    """Plain single rows, padded ones, and a scripted draft at each p, in turn, round by round."""
+    base = {"max_tokens": args.tokens, "ignore_eos": True}
+    bare = SamplingParams(**base, speculate="off", exactness="tree")
+    padded = SamplingParams(**base, speculate="off")
+    settings: dict[str, Any] = {"ctx": args.context + args.tokens + 16, "lanes": 1}
+    rows: list[dict[str, Any]] = []
+    with LLM(args.bundle, **settings, target_threads=args.threads) as llm:
+        vocab = llm.bundle.manifest.config.vocab_size
+        chance = random.Random(args.seed)
+        prompt = [chance.randrange(vocab) for _ in range(args.context)]
+        costs = pace.measure(llm.backend)
+        llm.generate(prompt, bare)
+        truth = llm.generate(prompt, padded).token_ids
+        seconds: dict[object, list[float]] = {}
+        counts: dict[float, list[float]] = {p: [] for p in args.p}
+        for turn in range(args.rounds):
+            for name, params in (("bare", bare), ("padded", padded)):
+                seconds.setdefault(name, []).append(_decode_s(llm.generate(prompt, params)))
+            for p in args.p:
+                with scripted(llm, truth, p, args.seed + turn):
+                    answer = llm.generate(prompt, SamplingParams(**base))
+                assert answer.token_ids == truth, "speculation changed the text"
+                assert answer.speculation is not None
+                seconds.setdefault(p, []).append(_decode_s(answer))
+                counts[p].append(args.tokens / answer.speculation.passes)
+        for p in args.p:
+            most, at = best_speedup(p, costs)
+            rows.append(
+                {
+                    "p": p,
+                    "speedup": _ratio(seconds["bare"], seconds[p]),
+                    "speedup_over_padded": _ratio(seconds["padded"], seconds[p]),
+                    "tokens_per_pass": statistics.median(counts[p]),
+                    "best_by_costs": most,
+                    "best_proposed": at,
+                }
+            )
+    return {
+        "relative_costs": {n: s / costs.of(1) for n, s in costs.seconds.items()},
+        "plain_tokens_per_s": (args.tokens - 1) / statistics.median(seconds["bare"]),
+        "padded_over_plain": _ratio(seconds["bare"], seconds["padded"]),
+        "p": rows,
+    }
+
+
+def _decode_s(answer: Completion) -> float:
+    return answer.timings.decode_s
+
+
+def _ratio(of: Sequence[float], to: Sequence[float]) -> float:
+    """Median of the rounds' own ratios: what slows the machine down slows both."""
+    return statistics.median(a / b for a, b in zip(of, to, strict=True))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -205,6 +326,16 @@ def main() -> None:
     writing.add_argument("--seed", type=int, default=0)
     writing.add_argument("--json", action="store_true")
     writing.set_defaults(run=write)
+    measuring = commands.add_parser("measure", help="a scripted draft over its acceptance")
+    measuring.add_argument("bundle", type=Path, metavar="BUNDLE")
+    measuring.add_argument("--p", type=float, nargs="+", default=[0.5, 0.6, 0.7, 0.8, 0.9, 1.0])
+    measuring.add_argument("--tokens", type=int, default=96)
+    measuring.add_argument("--context", type=int, default=256)
+    measuring.add_argument("--rounds", type=int, default=3)
+    measuring.add_argument("--threads", type=int)
+    measuring.add_argument("--seed", type=int, default=0)
+    measuring.add_argument("--json", action="store_true")
+    measuring.set_defaults(run=measure_scripted)
     args = parser.parse_args()
     result = args.run(args)
     if args.json:

@@ -16,7 +16,6 @@ from statistics import fmean, geometric_mean, median
 from typing import Any
 
 from headrace.errors import ExactnessError, UsageError
-from headrace.runtime.exactness import MIN_DECLARED_ROWS
 from headrace.runtime.llm import LLM
 from headrace.runtime.pace import Pace, PassCosts
 from headrace.runtime.prior import SharedIndex
@@ -194,11 +193,11 @@ class Bench:
         )
 
     def _allowed(self, runs: Sequence[Run]) -> float:
-        costs = self._shared.pace.costs()
+        costs, least_rows = self._shared.pace.costs(), self._llm.engine.facts.least_rows
         seconds = 0.0
         for run in runs:
             for length, number in lengths(_counts(run)).items():
-                seconds += number * costs[max(1 + length, MIN_DECLARED_ROWS) - 1]
+                seconds += number * costs[max(1 + length, least_rows) - 1]
         tokens = sum(run.completion.timings.decode_tokens for run in runs)
         return float(tokens * costs[0] / seconds)
 
@@ -213,11 +212,11 @@ class Bench:
         return sum(len(prompt.given) for prompt in given) / num_passes
 
     def _passes_of(self, prompt: Prompt, shared: Speculation) -> int:
-        vocab_size = self._llm.engine.facts.vocab_size
-        sampler = Sampler(replace(prompt.params, sources="lookup"), prompt.token_ids, vocab_size)
+        facts, params = self._llm.engine.facts, replace(prompt.params, sources="lookup")
+        sampler = Sampler(params, prompt.token_ids, facts.vocab_size)
         exactness = self._llm.config.exactness
         text = Text(prompt.token_ids, len(prompt.token_ids), len(prompt.given), exactness)
-        speculator = Speculator(shared, text, sampler, vocab_size, lambda: 1)
+        speculator = Speculator(shared, text, sampler, facts, lambda: 1)
         return sum(1 for _ in _forced(speculator, prompt.given))
 
 

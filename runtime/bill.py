@@ -8,15 +8,17 @@ from typing import Literal
 
 from headrace.errors import MemoryLimitError
 from headrace.models.config import ModelConfig
-from headrace.models.manifest import TARGET_DATA, TOKENIZER, Bundle
+from headrace.models.manifest import DRAFT_DATA, TARGET_DATA, TOKENIZER, Bundle
 from headrace.models.rope import RopeTable
 from headrace.runtime import memory, overhead, prepare
 from headrace.runtime.arena import ArenaShape
 from headrace.runtime.blocks import BLOCK_TOKENS
 from headrace.runtime.config import RuntimeConfig
+from headrace.runtime.draft import draft_capacity
 from headrace.runtime.kv import PoolShape
 from headrace.runtime.ort import MAX_BINDINGS, MAX_ROWS, MAX_WANTED
 from headrace.runtime.overhead import Overhead
+from headrace.runtime.prior import DEFAULT_CAPACITY, INDEX_BYTES, NgramIndex
 from headrace.sizes import KIB, Bytes, show_size
 
 Basis = Literal["exact", "measured", "estimated"]
@@ -104,6 +106,15 @@ class Bill:
 
 
 @dataclass(frozen=True)
+class DraftFacts:
+    """What it needs to know of a bundle's draft."""
+
+    config: ModelConfig
+    kv: str
+    overhead: Overhead
+
+
+@dataclass(frozen=True)
 class Facts:
     """What the bill needs to know of a bundle."""
 
@@ -111,23 +122,32 @@ class Facts:
     kv: str
     tokenizer_file: Bytes
     overhead: Overhead
+    draft: DraftFacts | None = None
 
     @classmethod
     def of(cls, bundle: Bundle, cache: Path) -> Facts:
         """Measured overhead if `bundle` was prepared on this machine in `cache`, else estimated."""
-        manifest = bundle.manifest
-        folder = prepare.found(cache / "prepared", bundle.target_identity())
-        measured = overhead.load(folder) if folder is not None else None
-        return cls(
-            manifest.config,
-            manifest.kv,
-            manifest.files[TOKENIZER].size,
-            measured or overhead.estimate(manifest.config, manifest.files[TARGET_DATA].size),
+        manifest, draft = bundle.manifest, bundle.draft
+        cost = _overhead(
+            cache, bundle.target_identity(), manifest.config, manifest.files[TARGET_DATA].size
         )
+        draft_facts = None
+        if draft is not None:
+            size = manifest.files[DRAFT_DATA].size
+            of_draft = _overhead(cache, bundle.draft_identity(), draft.config, size)
+            draft_facts = DraftFacts(draft.config, draft.kv, of_draft)
+        tokenizer = manifest.files[TOKENIZER].size
+        return cls(manifest.config, manifest.kv, tokenizer, cost, draft_facts)
 
     @property
     def block_bytes(self) -> Bytes:
         return PoolShape(self.config, self.kv, 1).block_bytes
+
+
+def _overhead(cache: Path, identity: str, config: ModelConfig, weights_on_disk: Bytes) -> Overhead:
+    folder = prepare.found(cache / "prepared", identity)
+    measured = overhead.load(folder) if folder is not None else None
+    return measured or overhead.estimate(config, weights_on_disk)
 
 
 def bill(facts: Facts, config: RuntimeConfig, limit: Limit) -> Bill:
@@ -159,7 +179,30 @@ def bill(facts: Facts, config: RuntimeConfig, limit: Limit) -> Bill:
     masks = _masks(facts.config, config, arena.slots, most_rows)
     if masks:
         lines.append(Line("masks", masks, False, "exact", f"{most_rows} rows x {arena.slots:,}"))
+    if config.speculate != "off":
+        lines += _speculation(facts, config)
     return Bill(tuple(lines), limit, config.mlock)
+
+
+def _speculation(facts: Facts, config: RuntimeConfig) -> list[Line]:
+    """Of the draft, if there is one, and of the indexes that are looked up."""
+    own = NgramIndex.holding(2 * config.capacity(facts.config)).capacity
+    indexes = (DEFAULT_CAPACITY + config.lanes * own) * INDEX_BYTES
+    lines = [Line("lookup", indexes, False, "exact", f"{config.lanes} requests and one they share")]
+    if facts.draft is None:
+        return lines
+    draft = facts.draft
+    arena = ArenaShape(draft.config, draft.kv, config.lanes, draft_capacity(draft.config))
+    known: Basis = "measured" if draft.overhead.is_measured else "estimated"
+    activations = draft.overhead.activations(min(MAX_ROWS, arena.slots), arena.slots)
+    beside = draft.overhead.session + activations + _bindings(draft.config, 1)
+    beside += MAX_WANTED * draft.config.num_logits * 4
+    return [
+        *lines,
+        Line("draft weights", draft.overhead.weights, True, known),
+        Line("draft arena", arena.num_bytes, False, "exact", f"{config.lanes} x {arena.capacity}"),
+        Line("draft session", beside, False, known, "with activations and logits"),
+    ]
 
 
 def _logits(config: ModelConfig) -> Bytes:

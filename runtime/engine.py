@@ -117,6 +117,8 @@ class Engine:
             return None
         if (wanted or self.speculation.speculate) == "off":
             return None
+        # Of a stream, what was fed is looked up in the index that all share, if it is shared.
+        num_new = min(num_new, sequence.capacity)
         text = Text(sequence.tokens(), sequence.length, num_new, sequence.exactness)
         return Speculator(
             self.speculation,

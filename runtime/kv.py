@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +14,7 @@ from headrace.models.iospec import KV_POOL_BYTES
 from headrace.models.rope import F32, cos_sin, rotate
 from headrace.runtime.arena import KV, Arena
 from headrace.runtime.blocks import BLOCK_TOKENS
-from headrace.runtime.halves import Halves
+from headrace.runtime.halves import F16, Halves
 from headrace.runtime.pages import resident
 
 _POOL_DTYPES = {"f16": np.float16, "f32": np.float32, "int8": np.int8}
@@ -69,7 +70,7 @@ class PoolArrays:
         rows = arena.rows(lane, entry * BLOCK_TOKENS, num_rows)
         block = self.blocks[block_id][..., :num_rows, :]
         if self._halves is not None:
-            self._halves.store(rows, block)
+            self._halves.store(cast(F32, rows), cast(F16, block))
         else:
             block[...] = rows
 
@@ -80,7 +81,7 @@ class PoolArrays:
         rows = arena.rows(lane, entry * BLOCK_TOKENS, num_rows)
         block = self.blocks[block_id][..., :num_rows, :]
         if self._halves is not None:
-            self._halves.load(block, rows)
+            self._halves.load(cast(F16, block), cast(F32, rows))
         else:
             rows[...] = block
 

@@ -190,9 +190,9 @@ class Passes:
         assert len(logits) == end, f"{len(logits)} rows of logits, {end} wanted"
         for job in group:
             start = starts[job.rows.lane]
-            rows = logits[start : start + len(job.rows.wanted)]
+            own = logits[start : start + len(job.rows.wanted)]
             # The next pass writes over them.
-            job.logits = rows if is_lent else rows.copy()
+            job.logits = own if is_lent else own.copy()
 
     def _withdraw(self, job: _Job) -> None:
         """After an interrupt: the lane must be quiet before its turn ends, whatever comes."""

@@ -26,6 +26,9 @@ MAX_MATCH = 32
 
 DEFAULT_CAPACITY = 1 << 16
 
+INDEX_BYTES = 4 + 8 * len(ORDERS)
+"""Memory of an index for each token of its capacity."""
+
 SEPARATOR = (1 << 32) - 1
 """Between texts, where a token id would be. All token ids are less."""
 
@@ -171,6 +174,7 @@ class NgramIndex(NgramTables):
         assert capacity & (capacity - 1) == 0
         tables = [array("q", [_EMPTY]) * capacity for _ in ORDERS]
         super().__init__(array("I", bytes(4 * capacity)), tables, size=0)
+        self.capacity = capacity
         self._text_len = 0
         """Tokens since the last separator."""
 

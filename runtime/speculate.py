@@ -189,7 +189,8 @@ class Speculator:
             return None
         is_deferred = drafter.defer.is_deferred
         wait_s = self._waits.get(is_deferred, drafter.step_s)
-        reach: F64 = np.cumprod(self._pace.acceptance.rates([Origin(SOURCE)] * room.most))
+        rates = self._pace.acceptance.rates([Origin(SOURCE)] * room.most)
+        reach: F64 = np.cumprod(rates, dtype=np.float64)
         plan = self._pace.plan(
             reach, lanes=room.lanes, least_rows=room.least_rows, extra_s=wait_s, fixed=room.fixed
         )
