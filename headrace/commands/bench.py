@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
+import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -147,7 +148,8 @@ def _about(llm: LLM) -> dict[str, Any]:
         "headrace": headrace.__version__,
         "onnxruntime": importlib.metadata.version("onnxruntime"),
         "machine": platform.machine(),
-        "target_placement": str(llm.placement),
+        "target_threads": llm.placement.threads or os.cpu_count(),
+        "target_cpus": config.target_cpus,
         "ctx": llm.capacity,
         "exactness": config.exactness,
         "speculate": config.speculate,
@@ -190,7 +192,7 @@ def _print(figures: Sequence[Figures], about: dict[str, Any]) -> None:
     facts = [
         ("a pass of one row", f"{one:.2f} ms"),
         ("c(T) of T rows, relative", costs),
-        ("placement", about["target_placement"]),
+        ("threads", str(about["target_threads"])),
         ("logs", ", ".join(about["logs"])),
         ("rounds", f"{about['rounds']} of {about['max_tokens']} tokens"),
     ]
