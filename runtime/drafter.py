@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from headrace.runtime.defer import DeferChoice
 from headrace.runtime.draft import MAX_NODES, DraftLane, DraftModel, frontier
 from headrace.runtime.guess import Guess, Guesser
 from headrace.runtime.pace import ANY, Acceptance, Origin, PassCosts
@@ -39,10 +40,6 @@ _CHEAP = 1.25
 """Rows of a draft's pass that cost no more than this times one are taken together."""
 
 _MAX_WIDTH = 4
-
-_PATIENCE = 3.0
-"""A request waits for this times what its proposal should take, and _GRACE_S."""
-_GRACE_S = 0.01
 
 
 @dataclass
@@ -74,7 +71,7 @@ class Place:
 
 
 @dataclass(eq=False)
-class _Ask:
+class Ask:
     """A request's question, and the answer to it."""
 
     place: Place
@@ -119,7 +116,7 @@ class Drafter:
         lanes = model.backend.facts.lanes
         self._lanes = [DraftLane(model, i) for i in range(lanes)]
         self._owners: list[weakref.ref[Place] | None] = [None] * lanes
-        self._queue: queue.SimpleQueue[_Ask | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Ask | None] = queue.SimpleQueue()
         self._open: list[DraftLane] = []
         """Lanes to go on with while their proposals are verified."""
         self._owed: set[DraftLane] = set()
@@ -130,7 +127,7 @@ class Drafter:
 
     # the requests' side
 
-    def submit(self, ask: _Ask) -> None:
+    def submit(self, ask: Ask) -> None:
         with self._starting:
             if not self._thread.is_alive() and self.broken is None:
                 with suppress(RuntimeError):  # it has ended: the model is closed
@@ -141,9 +138,11 @@ class Drafter:
         """Seconds that a proposal should take."""
         return want * self.step_s + num_behind * self._text_row_s
 
-    def is_hanging(self) -> bool:
+    def notice_hang(self) -> None:
+        """Gives up a draft whose pass does not end."""
         began = self._pass_began
-        return began is not None and time.perf_counter() - began > HANG_S
+        if self.broken is None and began is not None and time.perf_counter() - began > HANG_S:
+            self.give_up(f"a pass took longer than {HANG_S:g} s")
 
     def give_up(self, why: str) -> None:
         """The draft is not asked any more."""
@@ -186,7 +185,7 @@ class Drafter:
                 ask.done.set()
             del ask  # its request may be dropped while the thread waits
 
-    def _next(self) -> _Ask | None:
+    def _next(self) -> Ask | None:
         """The next question; until there is one, goes on behind what is being verified."""
         while self._open:
             with suppress(queue.Empty):
@@ -205,7 +204,7 @@ class Drafter:
         self.counts.idle_s += time.perf_counter() - start
         return ask
 
-    def _answer(self, ask: _Ask) -> None:
+    def _answer(self, ask: Ask) -> None:
         lane = self._lane_of(ask)
         if lane is None:
             return
@@ -226,7 +225,7 @@ class Drafter:
             self._open.append(lane)
             self._owed.add(lane)
 
-    def _grow(self, lane: DraftLane, ask: _Ask) -> list[tuple[Guess, ...]]:
+    def _grow(self, lane: DraftLane, ask: Ask) -> list[tuple[Guess, ...]]:
         """The likeliest path from the root, computed as far as it is asked for."""
         chain: list[tuple[Guess, ...]] = []
         node = 0
@@ -283,7 +282,7 @@ class Drafter:
             if self._trace is not None:
                 self._trace.add("draft", name, start, time.perf_counter())
 
-    def _lane_of(self, ask: _Ask) -> DraftLane | None:
+    def _lane_of(self, ask: Ask) -> DraftLane | None:
         """The request's lane; for a new one that which knows its text best, else a free one."""
         owned = self._owned_by(ask.place)
         if owned is not None:
@@ -334,103 +333,3 @@ def _sureness(guess: Guess) -> int:
     if guess.drawn_from is not None:
         return ANY
     return sum(guess.probability >= step for step in _CONFIDENCE_STEPS)
-
-
-class Drafting:
-    """One request's use of the drafter. One thread at a time."""
-
-    def __init__(
-        self, drafter: Drafter, guesser: Guesser, tokens: Sequence[int], length: int
-    ) -> None:
-        """`tokens` are the last ones of a text of `length` tokens."""
-        self._drafter, self._guesser, self._place = drafter, guesser, Place()
-        self._window = drafter.model.layout.window
-        self._tokens = list(tokens[-self._window :])
-        self._length = length
-        self._new: list[int] = []
-        self._num_behind = len(self._tokens)
-        self._last: _Ask | None = None
-
-    def extend(self, token_ids: Sequence[int]) -> None:
-        """Tokens that have become output."""
-        self._tokens = [*self._tokens, *token_ids][-self._window :]
-        self._length += len(token_ids)
-        self._new += token_ids
-        self._num_behind += len(token_ids)
-
-    @property
-    def is_possible(self) -> bool:
-        """Whether it can be asked now: it works, and does not owe an answer."""
-        drafter = self._drafter
-        if drafter.broken is None and drafter.is_hanging():
-            drafter.give_up(f"a pass took longer than {HANG_S:g} s")
-        return drafter.broken is None and (self._last is None or self._last.done.is_set())
-
-    def cost_s(self) -> float:
-        """Seconds that it takes to catch up with the text."""
-        return self._drafter.expected_s(0, self._num_behind)
-
-    def ask(
-        self, want: int, least_reach: float, *, is_deferred: bool
-    ) -> list[tuple[Guess, ...]] | None:
-        """Guesses for each of the next places, up to `want`; None if it failed or is late.
-
-        Ends early before a token that becomes text with less than `least_reach`.
-        """
-        drafter = self._drafter
-        ask = _Ask(
-            self._place,
-            self._guesser,
-            self._tokens,
-            self._length,
-            self._new,
-            want,
-            least_reach,
-            is_deferred,
-        )
-        patience = _PATIENCE * drafter.expected_s(want, self._num_behind) + _GRACE_S
-        self._last, self._new, self._num_behind = ask, [], 0
-        drafter.submit(ask)
-        if not ask.done.wait(patience):
-            drafter.counts.late += 1
-            return None
-        return None if ask.error is not None else ask.chain
-
-    def close(self) -> None:
-        """Another request may have the lane."""
-        self._place.is_free = True
-
-
-class DeferChoice:
-    """In-line or deferred: `on`, `off`, or by what gives more tokens a second, measured in turns."""
-
-    _PHASE = 16
-    """Proposals before it is thought about again."""
-    _EVERY = 8
-    """Phases of the better mode to one of the other."""
-
-    def __init__(self, defer: str) -> None:
-        self._fixed = {"on": True, "off": False}.get(defer)
-        self._speeds: dict[bool, float] = {}
-        self._is_deferred = True
-        self._tokens = self._seconds = 0.0
-        self._proposals = self._phases = 0
-
-    @property
-    def is_deferred(self) -> bool:
-        return self._is_deferred if self._fixed is None else self._fixed
-
-    def note(self, num_tokens: int, seconds: float) -> None:
-        """What a proposal, and its pass, gave."""
-        self._tokens += num_tokens
-        self._seconds += seconds
-        self._proposals += 1
-        if self._proposals < self._PHASE:
-            return
-        speed, mode = self._tokens / self._seconds, self._is_deferred
-        self._speeds[mode] = speed if mode not in self._speeds else (self._speeds[mode] + speed) / 2
-        self._tokens = self._seconds = 0.0
-        self._proposals, self._phases = 0, self._phases + 1
-        better = max(self._speeds, key=self._speeds.__getitem__)
-        is_other_due = len(self._speeds) < 2 or self._phases % self._EVERY == 0
-        self._is_deferred = (not better) if is_other_due else better

@@ -17,7 +17,8 @@ from typing import Protocol
 import numpy as np
 
 from headrace.runtime.backend import BackendFacts
-from headrace.runtime.drafter import SOURCE, Drafter, Drafting, origins
+from headrace.runtime.drafter import SOURCE, Drafter, origins
+from headrace.runtime.drafting import Drafting
 from headrace.runtime.guess import Guess, Guesser
 from headrace.runtime.pace import ANY, F64, Origin, Pace, Plan
 from headrace.runtime.prior import MAX_MATCH, Match, NgramIndex, SharedIndex

@@ -14,7 +14,8 @@ from headrace import LLM, SamplingParams
 from headrace.runtime import drafter as drafter_module
 from headrace.runtime.backend import Backend
 from headrace.runtime.batch import F32, LaneRows
-from headrace.runtime.drafter import DeferChoice, Drafter
+from headrace.runtime.defer import DeferChoice
+from headrace.runtime.drafter import Drafter
 from headrace.runtime.request import Completion
 from headrace.runtime.trace import Trace
 

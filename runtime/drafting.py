@@ -1,0 +1,76 @@
+"""A request's use of the draft model: it asks the drafter, and waits as long as that is worth."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from headrace.runtime.drafter import Ask, Drafter, Place
+from headrace.runtime.guess import Guess, Guesser
+
+_PATIENCE = 3.0
+"""A request waits for this times what its proposal should take, and _GRACE_S."""
+_GRACE_S = 0.01
+
+
+class Drafting:
+    """One request's use of the drafter. One thread at a time."""
+
+    def __init__(
+        self, drafter: Drafter, guesser: Guesser, tokens: Sequence[int], length: int
+    ) -> None:
+        """`tokens` are the last ones of a text of `length` tokens."""
+        self._drafter, self._guesser, self._place = drafter, guesser, Place()
+        self._window = drafter.model.layout.window
+        self._tokens = list(tokens[-self._window :])
+        self._length = length
+        self._new: list[int] = []
+        self._num_behind = len(self._tokens)
+        self._last: Ask | None = None
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Tokens that have become output."""
+        self._tokens = [*self._tokens, *token_ids][-self._window :]
+        self._length += len(token_ids)
+        self._new += token_ids
+        self._num_behind += len(token_ids)
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether it can be asked now: it works, and does not owe an answer."""
+        drafter = self._drafter
+        drafter.notice_hang()
+        return drafter.broken is None and (self._last is None or self._last.done.is_set())
+
+    def cost_s(self) -> float:
+        """Seconds that it takes to catch up with the text."""
+        return self._drafter.expected_s(0, self._num_behind)
+
+    def ask(
+        self, want: int, least_reach: float, *, is_deferred: bool
+    ) -> list[tuple[Guess, ...]] | None:
+        """Guesses for each of the next places, up to `want`; None if it failed or is late.
+
+        Ends early before a token that becomes text with less than `least_reach`.
+        """
+        drafter = self._drafter
+        ask = Ask(
+            self._place,
+            self._guesser,
+            self._tokens,
+            self._length,
+            self._new,
+            want,
+            least_reach,
+            is_deferred,
+        )
+        patience = _PATIENCE * drafter.expected_s(want, self._num_behind) + _GRACE_S
+        self._last, self._new, self._num_behind = ask, [], 0
+        drafter.submit(ask)
+        if not ask.done.wait(patience):
+            drafter.counts.late += 1
+            return None
+        return None if ask.error is not None else ask.chain
+
+    def close(self) -> None:
+        """Another request may have the lane."""
+        self._place.is_free = True
