@@ -31,8 +31,13 @@ def commands() -> dict[str, set[str]]:
     for name in cli.list_commands(context):
         command = cli.get_command(context, name)
         assert command is not None
-        params = command.get_params(click.Context(command, info_name=name))
-        found[name] = {flag for p in params for flag in (*p.opts, *p.secondary_opts)}
+        subcommands = command.commands.values() if isinstance(command, click.Group) else []
+        found[name] = {
+            flag
+            for part in (command, *subcommands)
+            for p in part.get_params(click.Context(part, info_name=name))
+            for flag in (*p.opts, *p.secondary_opts)
+        }
     return found
 
 
