@@ -279,15 +279,8 @@ class Check:
     def answers(self, llm: LLM, case: Case) -> list[Completion]:
         """One for each prompt, with its number as the seed."""
         numbers = range(len(self.prompts))
-        if not case.is_beside:
-            return [self._answer(llm, case, i) for i in numbers]
-        with ThreadPoolExecutor(NUM_BESIDE) as threads:
-            return list(threads.map(lambda i: self._answer(llm, case, i), numbers))
-
-    def _answer(self, llm: LLM, case: Case, number: int) -> Completion:
-        with session(llm, case) as context:
-            params = case.params(number, self._max_tokens)
-            return context.generate(self.prompts[number].text, params)
+        jobs = [Job(case, self.prompts[i], i, self._max_tokens) for i in numbers]
+        return run(llm, jobs, is_beside=case.is_beside)
 
     def _scores(self, llm: LLM, found: Sequence[Completion]) -> list[Sequence[TokenLogprob]]:
         """Of the texts that were found."""
@@ -297,10 +290,33 @@ class Check:
         ]
 
 
-def session(llm: LLM, case: Case) -> Session:
-    if case.mode == "full":
-        return llm.session(exactness=case.exactness)
-    return llm.session("stream", exactness=case.exactness, sinks=SINKS, window=WINDOW, unit=UNIT)
+@dataclass(frozen=True)
+class Job:
+    """An answer to make."""
+
+    case: Case
+    prompt: Prompt
+    seed: int
+    max_tokens: int
+
+    def run(self, llm: LLM) -> Completion:
+        with self._session(llm) as context:
+            params = self.case.params(self.seed, self.max_tokens)
+            return context.generate(self.prompt.text, params)
+
+    def _session(self, llm: LLM) -> Session:
+        exactness = self.case.exactness
+        if self.case.mode == "full":
+            return llm.session(exactness=exactness)
+        return llm.session("stream", exactness=exactness, sinks=SINKS, window=WINDOW, unit=UNIT)
+
+
+def run(llm: LLM, jobs: Sequence[Job], *, is_beside: bool) -> list[Completion]:
+    """One after another, or four at once."""
+    if not is_beside:
+        return [job.run(llm) for job in jobs]
+    with ThreadPoolExecutor(NUM_BESIDE) as threads:
+        return list(threads.map(lambda job: job.run(llm), jobs))
 
 
 def _plain_scores(plain: Sequence[Completion]) -> list[Sequence[TokenLogprob]]:
