@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from headrace.runtime.defer import DeferChoice
 from headrace.runtime.draft import MAX_NODES, DraftLane, DraftModel, frontier
@@ -64,6 +65,15 @@ class DraftCounts:
     """Waiting to be asked."""
 
 
+class Pays(NamedTuple):
+    """The least probability to become text at which something pays."""
+
+    row: float
+    """Of a token, for its row in the target's pass."""
+    step: float
+    """Of a token, for a step of the draft that says what comes after it."""
+
+
 class Place:
     """A request's claim to a lane: as long as somebody holds it and it is not given back."""
 
@@ -81,7 +91,7 @@ class Ask:
     new: list[int]
     """Tokens that have become output since the last one that was sent."""
     want: int
-    least_reach: float
+    pays: Pays
     is_deferred: bool
     chain: list[tuple[Guess, ...]] = field(default_factory=list)
     """Guesses along the likeliest path."""
@@ -232,14 +242,14 @@ class Drafter:
         while len(chain) < ask.want and lane.nodes[node].guesses:
             guesses = lane.nodes[node].guesses
             reach = lane.nodes[node].reach * self._rates(lane, node)[0]
-            if reach < ask.least_reach:
+            if reach < ask.pays.row:
                 break
             chain.append(guesses)
             if len(chain) == ask.want:
                 break
             child = lane.child(node, guesses[0].token_id)
             if child is None:
-                if not lane.has_room:
+                if reach < ask.pays.step or not lane.has_room:
                     break
                 child = len(lane.nodes)
                 self._compute(lane, [(node, guesses[0], reach)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headrace.runtime.drafter import Ask, Drafter, Place
+from headrace.runtime.drafter import Ask, Drafter, Pays, Place
 from headrace.runtime.guess import Guess, Guesser
 
 _PATIENCE = 3.0
@@ -45,12 +45,10 @@ class Drafting:
         """Seconds that it takes to catch up with the text."""
         return self._drafter.expected_s(0, self._num_behind)
 
-    def ask(
-        self, want: int, least_reach: float, *, is_deferred: bool
-    ) -> list[tuple[Guess, ...]] | None:
+    def ask(self, want: int, pays: Pays, *, is_deferred: bool) -> list[tuple[Guess, ...]] | None:
         """Guesses for each of the next places, up to `want`; None if it failed or is late.
 
-        Ends early before a token that becomes text with less than `least_reach`.
+        Ends early where another token no longer `pays`.
         """
         drafter = self._drafter
         ask = Ask(
@@ -60,7 +58,7 @@ class Drafting:
             self._length,
             self._new,
             want,
-            least_reach,
+            pays,
             is_deferred,
         )
         patience = _PATIENCE * drafter.expected_s(want, self._num_behind) + _GRACE_S

@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 
 from headrace.runtime.backend import BackendFacts
-from headrace.runtime.drafter import SOURCE, Drafter, origins
+from headrace.runtime.drafter import SOURCE, Drafter, Pays, origins
 from headrace.runtime.drafting import Drafting
 from headrace.runtime.guess import Guess, Guesser
 from headrace.runtime.pace import ANY, F64, Origin, Pace, Plan
@@ -205,11 +205,11 @@ class Speculator:
         costs = self._pace.costs(room.lanes)
         row_s = float(costs[-1] - costs[0]) / MAX_PROPOSED
         # A token pays if it comes more surely than others would in the time that it takes.
-        least_reach = 0.0 if room.fixed else min(0.9, (wait_s + row_s) * tokens_per_s)
-        if self._accept == "rejection":
-            least_reach = 0.0
+        pays = Pays(row_s * tokens_per_s, min(0.9, (drafter.step_s + row_s) * tokens_per_s))
+        if room.fixed or self._accept == "rejection":
+            pays = Pays(0.0, 0.0)
         start = time.perf_counter()
-        chain = drafting.ask(want, least_reach, is_deferred=is_deferred)
+        chain = drafting.ask(want, pays, is_deferred=is_deferred)
         waited = time.perf_counter() - start
         self._draft_wait_s += waited
         self._asked_at = start

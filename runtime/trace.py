@@ -26,6 +26,10 @@ class Trace:
         """A span by `time.perf_counter` at its two ends."""
         self._spans.append((track, name, start, end, threading.get_ident()))
 
+    def clear(self) -> None:
+        """Forgets all spans."""
+        self._spans.clear()
+
     @contextmanager
     def span(self, track: str, name: str) -> Iterator[None]:
         start = time.perf_counter()
