@@ -41,9 +41,10 @@ def spans_of(trace: Trace) -> list[Span]:
 
 
 def busy_share(spans: list[Span], track: str) -> float:
-    """Of the time between the first and the last span."""
+    """Of the time between the first and the last span; waiting for the draft is within a span."""
     whole = max(s[3] for s in spans) - min(s[2] for s in spans)
-    return sum(s[3] - s[2] for s in spans if s[0] == track) / whole
+    signs = {"wait": -1}
+    return sum(signs.get(s[1], 1) * (s[3] - s[2]) for s in spans if s[0] == track) / whole
 
 
 def measure(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, list[Span]]]:
@@ -140,8 +141,8 @@ def plot(path: Path, spans: dict[str, list[Span]], result: dict[str, Any]) -> No
         begin = spans[mode][0][2]
         bars = [
             (start - begin, end - start)
-            for found, _, start, end in spans[mode]
-            if found == track and start - begin < shown_ms
+            for found, name, start, end in spans[mode]
+            if found == track and name not in ("propose", "wait") and start - begin < shown_ms
         ]
         axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=colours[track])
     axes.set_yticks(range(len(rows)), [f"{mode}: {track}" for mode, track in reversed(rows)])

@@ -119,7 +119,7 @@ class Drafter:
         self.step_s = costs.of(1)
         self._text_row_s = costs.of(17) / 17
         self._acceptance, self._is_boundary = acceptance, is_boundary
-        self._cpus, self._trace = cpus, trace
+        self._cpus, self.trace = cpus, trace
         self._width = max(
             r for r in range(1, _MAX_WIDTH + 1) if costs.of(r) <= _CHEAP * self.step_s
         )
@@ -289,8 +289,8 @@ class Drafter:
             return work() or 0
         finally:
             self._pass_began = None
-            if self._trace is not None:
-                self._trace.add("draft", name, start, time.perf_counter())
+            if self.trace is not None:
+                self.trace.add("draft", name, start, time.perf_counter())
 
     def _lane_of(self, ask: Ask) -> DraftLane | None:
         """The request's lane; for a new one that which knows its text best, else a free one."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from headrace.runtime.drafter import Ask, Drafter, Pays, Place
 from headrace.runtime.guess import Guess, Guesser
+from headrace.runtime.trace import span
 
 _PATIENCE = 3.0
 """A request waits for this times what its proposal should take, and _GRACE_S."""
@@ -64,7 +65,9 @@ class Drafting:
         patience = _PATIENCE * drafter.expected_s(want, self._num_behind) + _GRACE_S
         self._last, self._new, self._num_behind = ask, [], 0
         drafter.submit(ask)
-        if not ask.done.wait(patience):
+        with span(drafter.trace, "host", "wait"):
+            is_done = ask.done.wait(patience)
+        if not is_done:
             drafter.counts.late += 1
             return None
         return None if ask.error is not None else ask.chain
