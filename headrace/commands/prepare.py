@@ -13,7 +13,6 @@ from headrace.commands.terminal import say, size
 from headrace.models.manifest import Bundle
 from headrace.paths import cache_dir
 
-
 _MEASURED_CTX = 1024
 """Passes are measured behind 512 tokens; a longer lane would only take memory."""
 
