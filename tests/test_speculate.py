@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from headrace.runtime.sampling import Sampler
 from headrace.runtime.sequence import Sequence
 from headrace.runtime.session import Session
 from headrace.runtime.speculate import Speculator, Text
+from headrace.runtime.tree import Tree
 
 LOOP = [7, 8, 9, 10, 11] * 5
 """A prompt that repeats itself, so that much is found."""
@@ -233,3 +235,124 @@ def test_costs_are_measured_once(plain: LLM, tmp_path: Path) -> None:
         assert costs_of(plain.backend, path, say).seconds.keys() == first.seconds.keys()
     assert len(told) == 5
     assert np.isfinite(first.table(MAX_PROPOSED)).all()
+
+
+def sources_of(answer: Completion) -> set[str]:
+    assert answer.speculation is not None
+    return set(answer.speculation.sources)
+
+
+def test_what_streams_were_fed_is_looked_up_by_others(
+    endless_bundle: Path, shared_cache: Path
+) -> None:
+    """And what a chat was told only if it is allowed; no text is changed by it."""
+    told = list(range(40, 80))
+    params = SamplingParams(max_tokens=6, ignore_eos=True, logprobs=0)
+    settings: dict[str, Any] = {"cache": shared_cache, "lanes": 2, "ctx": 512}
+    for mode, shares, is_known in (
+        ("stream", None, True),
+        ("stream", False, False),
+        ("full", None, False),
+        ("full", True, True),
+    ):
+        sizes: dict[str, int] = {"window": 128} if mode == "stream" else {}
+        with LLM(endless_bundle, speculate=8, **settings) as llm:
+            alone = llm.generate(told[:20], params)
+            with llm.session(mode, shares_text=shares, **sizes) as session:  # type: ignore[arg-type]
+                session.feed(told)
+            answer = llm.generate(told[:20], params)
+            # The answer's first token is the model's own; the prompt's end is what is looked up.
+            index = llm.engine.speculation.recent  # type: ignore[union-attr]
+            assert bool(index.candidates(told[:20], 4, 1)) == is_known
+            assert said(answer) == said(alone)
+
+
+def test_a_corpus_is_looked_up(
+    endless_bundle: Path, shared_cache: Path, tmp_path: Path, command: CommandLine
+) -> None:
+    with LLM(endless_bundle, cache=shared_cache, ctx=512, speculate="off") as llm:
+        params = SamplingParams(max_tokens=60, ignore_eos=True)
+        plain = llm.generate("the pump", params)
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text(plain.text)
+    prior = tmp_path / "corpus.prior"
+    built = command("prior", "build", corpus, "-o", prior, "--bundle", endless_bundle)
+    assert built.code == 0, built.err
+    with LLM(endless_bundle, cache=shared_cache, ctx=512, speculate=8, prior=prior) as llm:
+        # The same text from another start: only the corpus knows how it goes on.
+        start = llm.encode("the pump") + list(plain.token_ids[:30])
+        answer = llm.generate(start, params)
+    assert "corpus" in sources_of(answer) or "session" in sources_of(answer)
+    with LLM(endless_bundle, cache=shared_cache, ctx=512, speculate="off") as llm:
+        assert llm.generate(start, params).token_ids == answer.token_ids
+    refused = command("run", endless_bundle, "x", "--prior", corpus)
+    assert refused.code == 1 and "Traceback" not in refused.err
+    assert str(corpus) in refused.err and len(refused.err.strip().splitlines()) == 1
+
+
+def test_a_request_says_how_much_and_from_where(plain: LLM, eager: LLM) -> None:
+    base: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True}
+    off = eager.generate(LOOP, SamplingParams(**base, speculate="off"))
+    assert off.speculation is None
+    few = eager.generate(LOOP, SamplingParams(**base, speculate=1))
+    assert few.speculation is not None
+    assert all(len(c.proposed) == 1 for c in few.speculation.sources.values())
+    drafted = eager.generate(LOOP, SamplingParams(**base, sources="draft"))
+    assert drafted.speculation is not None and not drafted.speculation.proposed, "there is none"
+    assert off.token_ids == few.token_ids == drafted.token_ids
+    with pytest.raises(UsageError, match="loaded with speculate='off'"):
+        plain.generate(LOOP, SamplingParams(**base, speculate=4))
+
+
+def test_exactness_is_the_sequences_and_the_answers(eager: LLM) -> None:
+    params = SamplingParams(max_tokens=8, exactness="tree")
+    assert eager.generate(LOOP, params).exactness == "tree"
+    assert eager.generate(LOOP, SamplingParams(max_tokens=8)).exactness == "exact"
+    with eager.session(exactness="tree") as session:
+        assert session.generate(LOOP, SamplingParams(max_tokens=8)).exactness == "tree"
+        with session.fork() as fork:
+            assert fork.generate([1], params).exactness == "tree"
+    with eager.session() as session, pytest.raises(UsageError, match="this session was begun as"):
+        session.generate(LOOP, params)
+    known = eager.engine.cache.num_known
+    assert known(eager.engine.root("tree"), LOOP) and known(eager.engine.root("exact"), LOOP)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_trees_leave_no_trace(
+    plain: LLM, eager: LLM, monkeypatch: pytest.MonkeyPatch, temperature: float
+) -> None:
+    """float32 weights and padding aside, rows of a tree are those of a chain: the same tokens."""
+    params = SamplingParams(
+        max_tokens=60, temperature=temperature, seed=3, ignore_eos=True, exactness="tree"
+    )
+    truth = plain.generate(LOOP, replace(params, exactness=None)).token_ids
+    chance = np.random.default_rng(0)
+
+    def propose(self: Oracle, most: int) -> Proposal:
+        """The truth behind a wrong first sibling, with wrong branches all along it."""
+        self._read()
+        done = self._own.num_tokens - len(LOOP)
+        ids: list[int] = []
+        parents: list[int] = []
+        parent = -1
+        for token_id in truth[done : done + min(most, 5)]:
+            ids += [int(chance.integers(3, 200)), token_id]
+            parents += [parent, parent]
+            parent = len(ids) - 1
+        if len(ids) >= 2 and ids[0] == ids[1]:
+            return Proposal()
+        unique = [i for i in range(len(ids)) if i % 2 or ids[i] != ids[i + 1]]
+        place = {old: new for new, old in enumerate(unique)} | {-1: -1}
+        tree = Tree(tuple(ids[i] for i in unique), tuple(place[parents[i]] for i in unique))
+        return Proposal(tree, (Origin("oracle"),) * len(tree), (None,) * len(tree))
+
+    monkeypatch.setattr(Oracle, "propose", propose)
+    with_oracle(eager, monkeypatch, truth, 0)
+    answer = eager.generate(LOOP, params)
+    assert answer.speculation is not None
+    assert answer.token_ids == truth
+    assert answer.speculation.passes <= 13, "five tokens and one a pass"
+    with eager.session("stream", sinks=16, window=32, unit=16, exactness="tree") as stream:
+        # Not the truth any more once something was evicted, so most of it is rejected there.
+        assert len(stream.generate(LOOP, replace(params, max_tokens=120)).token_ids) == 120
