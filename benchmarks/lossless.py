@@ -1,13 +1,14 @@
 """Whether speculation changes any text, over many prompts; and whether it changes a distribution.
 
-    python benchmarks/lossless.py BUNDLE -o FILE [--logs FILE...] [--num-prompts 100] [--json]
+    python benchmarks/lossless.py BUNDLE -o FILE [--logs FILE...] [--num-prompts 100]
 
 1. Each prompt is decoded plain and alone, and then sped up: lookup, the bundle's draft and both,
    alone and beside three other sessions, and again with deferral. Token ids, log-probabilities and
    alternatives must be the same bits. Prompts take turns with temperature 0 and 0.8, full session
    and a ring that wraps at least three times.
-2. `--samples` outputs of the six-token language of tests/six_tokens.py by the rule `rejection`, with
-   drafted chains and trees, against their counted distribution; `coupled` against plain ones.
+2. `--samples` outputs of the six-token language of tests/six_tokens.py by the rule `rejection`, over
+   all its sampling options with drafted chains and trees, against their distribution; as many by
+   `coupled` against plain ones. This comes first.
 
 What was found is added to FILE, one JSON object a line, as it is found, and not made again. The last
 line printed is a JSON object. Exits with 1 if anything differs or does not fit.
@@ -41,7 +42,7 @@ GROUP = 4
 LINES = 3
 """Of a log, to a prompt."""
 
-SAMPLED_AT_ONCE = 5_000
+SAMPLED_AT_ONCE = 2_500
 
 
 class Store:
@@ -145,10 +146,11 @@ def compare(args: argparse.Namespace, store: Store) -> None:
 # six tokens
 
 
-def sample(store: Store, count: int) -> None:
+def sample(store: Store, total: int) -> None:
+    count = -(-total // len(six.SAMPLINGS))
     for sampling in six.SAMPLINGS:
         for width in (1, 2):
-            for start in range(0, count, SAMPLED_AT_ONCE):
+            for start in range(0, -(-count // 2), SAMPLED_AT_ONCE):
                 name = f"rejection {sampling} {width} {start}"
                 if name not in store.found:
                     store.add(name, counts=_sampled(sampling, width, start).tolist())
@@ -221,8 +223,8 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=200_000)
     args = parser.parse_args()
     store = Store(args.output)
-    compare(args, store)
     sample(store, args.samples)
+    compare(args, store)
     found = summary(store)
     for name, value in found.items():
         print(f"{name:20} {value}")
