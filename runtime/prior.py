@@ -18,7 +18,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-ORDERS = (12, 6, 3)
+ORDERS = (12, 6, 3, 2)
 """Lengths of the n-grams that are indexed, the longest first."""
 
 MAX_MATCH = 32

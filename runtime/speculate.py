@@ -36,7 +36,7 @@ from headrace.runtime.sampling import Sampler
 from headrace.runtime.tree import ROOT, Tree
 from headrace.runtime.verify import Accepted
 
-_MATCH_STEPS = (4, 8, 16, 32)
+_MATCH_STEPS = (3, 4, 8, 16, 32)
 """Match lengths from which a looked up token counts as surer."""
 
 _ALTERNATIVES = 2
