@@ -21,8 +21,8 @@ from typing import Any
 from headrace import LLM, SamplingParams
 from headrace.models.plantlog import sample_log
 from headrace.runtime.defer import DeferChoice
-from headrace.runtime.drafter import DraftCounts, Drafter
-from headrace.runtime.request import Completion
+from headrace.runtime.drafter import Drafter
+from headrace.runtime.request import Completion, DraftCounts
 from headrace.runtime.trace import TRACKS, Trace
 
 MODES = {"in-line": "off", "deferred": "on"}

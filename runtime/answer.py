@@ -19,6 +19,7 @@ from headrace.runtime.request import (
     Delta,
     FinishReason,
     SamplingParams,
+    SpeculationCounts,
     Timings,
     TokenLogprob,
     Usage,
@@ -156,7 +157,7 @@ class _Request:
         """Tokens of the last pass, and their texts."""
         self._pieces: list[str] = []
         self._prefilled = 0
-        self._pass_s_before = sequence.pass_s
+        self._pass_s_before = self._pass_s_first = sequence.pass_s
         self._started = self._prefilled_at = self._first_at = self._last_at = 0.0
 
     def completion(self) -> Completion:
@@ -177,16 +178,22 @@ class _Request:
             ),
             seed=self._params.seed,
             logprobs=tuple(self._logprobs) if self._params.logprobs is not None else None,
-            speculation=self._speculator.counts if self._speculator else None,
+            speculation=self._speculation(),
             exactness=self._sequence.exactness,
             accept=self._params.accept,
         )
+
+    def _speculation(self) -> SpeculationCounts | None:
+        if self._speculator is None:
+            return None
+        decode_s, in_passes_s = self._last_at - self._first_at, self._sequence.pass_s
+        return self._speculator.counts(decode_s - (in_passes_s - self._pass_s_first))
 
     def begin(self) -> None:
         # Not when the answer was made: time before the first piece is asked for is the caller's.
         self._started = self._prefilled_at = self._first_at = self._last_at = time.perf_counter()
         self._engine.begin_request(self._sequence, self._params.max_tokens)
-        self._pass_s_before = self._sequence.pass_s
+        self._pass_s_before = self._pass_s_first = self._sequence.pass_s
         self._speculator = self._engine.speculator(
             self._sequence, self._sampler, self._params.max_tokens
         )
@@ -205,7 +212,7 @@ class _Request:
             self._sequence.verify(self._proposal.tree, self._judge)
             self._last_at = time.perf_counter()
             if not before:
-                self._first_at = self._last_at
+                self._first_at, self._pass_s_first = self._last_at, self._sequence.pass_s
                 self._prefilled = self._sequence.num_computed - computed
             yield self._delta()
 

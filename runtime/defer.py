@@ -22,6 +22,17 @@ class DeferChoice:
     def is_deferred(self) -> bool:
         return self._is_deferred if self._fixed is None else self._fixed
 
+    def __str__(self) -> str:
+        """The mode, and the speeds that it was chosen by."""
+        mode = "deferred" if self.is_deferred else "in-line"
+        if self._fixed is not None:
+            return mode
+        speeds = ", ".join(
+            f"{'deferred' if kind else 'in-line'} {speed:.1f} tokens/s"
+            for kind, speed in sorted(self._speeds.items())
+        )
+        return f"{mode} ({speeds or 'nothing measured yet'})"
+
     def note(self, num_tokens: int, seconds: float) -> None:
         """What a proposal, and its pass, gave."""
         self._tokens += num_tokens

@@ -22,6 +22,7 @@ from headrace.runtime.defer import DeferChoice
 from headrace.runtime.draft import MAX_NODES, DraftLane, DraftModel, frontier
 from headrace.runtime.guess import Guess, Guesser
 from headrace.runtime.pace import ANY, Acceptance, Origin, PassCosts
+from headrace.runtime.request import DraftCounts
 from headrace.runtime.trace import Trace
 
 SOURCE = "draft"
@@ -41,28 +42,6 @@ _CHEAP = 1.25
 """Rows of a draft's pass that cost no more than this times one are taken together."""
 
 _MAX_WIDTH = 4
-
-
-@dataclass
-class DraftCounts:
-    """What the drafter did since the start."""
-
-    rows: int = 0
-    """Of tokens that might come."""
-    rows_true: int = 0
-    """Of those, the ones that became text."""
-    rows_text: int = 0
-    """Of the text itself, to catch up."""
-    head_starts: int = 0
-    """Verdicts with deferral."""
-    head_start_hits: int = 0
-    """Those whose outcome had been computed already."""
-    late: int = 0
-    """Proposals that were not waited for."""
-    failures: int = 0
-    busy_s: float = 0.0
-    idle_s: float = 0.0
-    """Waiting to be asked."""
 
 
 class Pays(NamedTuple):

@@ -18,6 +18,7 @@ from headrace.runtime import prepare
 from headrace.runtime.answer import Answer
 from headrace.runtime.bill import require_memory
 from headrace.runtime.config import RuntimeConfig
+from headrace.runtime.cores import format_cpu_list
 from headrace.runtime.engine import Engine
 from headrace.runtime.exactness import Machine, least_rows, require_exact
 from headrace.runtime.load import (
@@ -100,6 +101,10 @@ class LLM(Closing):
         if self.config.exactness == "exact":
             require_exact(manifest.config, manifest.kv, Machine.here())
         self.placement = self.config.target_placement()
+        if self.placement.cpus is not None and self.config.target_cpus is None:
+            say(
+                f"the target computes on CPUs {format_cpu_list(self.placement.cpus)}, the fast ones"
+            )
         cache = Path(self.config.cache or cache_dir())
         self.bill = require_memory(self.bundle, self.config, cache)
         verify(self.bundle, cache, say)

@@ -321,6 +321,33 @@ class SourceCounts:
     accepted: tuple[int, ...]
 
 
+@dataclass
+class DraftCounts:
+    """What the draft model did, for all requests together."""
+
+    rows: int = 0
+    """Of tokens that might come."""
+    rows_true: int = 0
+    """Of those, the ones that became text."""
+    rows_text: int = 0
+    """Of the text itself, to catch up."""
+    head_starts: int = 0
+    """Verdicts with deferral."""
+    head_start_hits: int = 0
+    """Those whose outcome had been computed already."""
+    late: int = 0
+    """Proposals that were not waited for."""
+    failures: int = 0
+    busy_s: float = 0.0
+    idle_s: float = 0.0
+    """Waiting to be asked."""
+
+    def since(self, before: DraftCounts) -> DraftCounts:
+        """What was done after `before`."""
+        ours, theirs = dataclasses.astuple(self), dataclasses.astuple(before)
+        return DraftCounts(*(a - b for a, b in zip(ours, theirs, strict=True)))
+
+
 @dataclass(frozen=True)
 class SpeculationCounts:
     """What was proposed for the tokens of an answer."""
@@ -333,6 +360,10 @@ class SpeculationCounts:
     """`session`, `stream` and `corpus` are looked up, `draft` is the draft model."""
     draft_wait_s: float = 0.0
     """Seconds that the draft model was waited for."""
+    target_idle_s: float = 0.0
+    """From the first token to the last, what was not spent in passes of the target."""
+    draft: DraftCounts | None = None
+    """Of the draft model while the answer was made; None without one."""
 
     @property
     def wasted(self) -> int:

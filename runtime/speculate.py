@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -27,6 +27,7 @@ from headrace.runtime.propose import Proposal, Room, best_chain, best_tree
 from headrace.runtime.request import (
     MAX_PROPOSED,
     Accept,
+    DraftCounts,
     Exactness,
     SourceCounts,
     Speculate,
@@ -121,6 +122,7 @@ class Speculator:
         """Not indexed yet: a long prompt must not hold up the first token, which needs no proposal."""
         self._drafting: Drafting | None = None
         drafter = shared.drafter
+        self._draft_before = replace(drafter.counts) if drafter is not None else None
         if drafter is not None and drafter.broken is None and sources != "lookup":
             guesser = Guesser(sampler, self._accept, drafter.model.vocab_map, facts.vocab_size)
             self._drafting = Drafting(drafter, guesser, text.tokens, text.length)
@@ -269,8 +271,7 @@ class Speculator:
         if self._drafting is not None:
             self._drafting.close()
 
-    @property
-    def counts(self) -> SpeculationCounts:
+    def counts(self, target_idle_s: float) -> SpeculationCounts:
         sources: dict[str, SourceCounts] = {}
         for source in dict.fromkeys(source for source, _ in self._proposed):
             depths = range(1, 1 + max(d for s, d in self._proposed if s == source))
@@ -284,4 +285,10 @@ class Speculator:
             accepted=self._accepted.total(),
             sources=sources,
             draft_wait_s=self._draft_wait_s,
+            target_idle_s=target_idle_s,
+            draft=self._draft_counts(),
         )
+
+    def _draft_counts(self) -> DraftCounts | None:
+        drafter, before = self._shared.drafter, self._draft_before
+        return None if drafter is None or before is None else drafter.counts.since(before)

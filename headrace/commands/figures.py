@@ -23,12 +23,14 @@ class Measured:
     decode_passes_s: float
 
     @property
-    def host_s_per_token(self) -> float | None:
-        """Wall time per decoded token that was not spent in the backend; None without one."""
-        timings = self.completion.timings
-        if not timings.decode_tokens:
-            return None
-        return (timings.decode_s - self.decode_passes_s) / timings.decode_tokens
+    def host_s_per_step(self) -> float | None:
+        """Wall time of a pass after the first that was spent neither in the backend nor waiting
+        for the draft; None without one.
+        """
+        timings, counts = self.completion.timings, self.completion.speculation
+        waited_s = counts.draft_wait_s if counts else 0.0
+        steps = counts.passes - 1 if counts else timings.decode_tokens
+        return (timings.decode_s - self.decode_passes_s - waited_s) / steps if steps else None
 
 
 def run_measured(answer: Answer, backend: Backend, write: Callable[[str], None]) -> Measured:
@@ -45,7 +47,7 @@ def run_measured(answer: Answer, backend: Backend, write: Callable[[str], None])
 def print_stats(measured: Measured, engine: Engine) -> None:
     """On stderr. `engine` is asked as it is now, after the answer."""
     completion, now = measured.completion, memory.usage()
-    timings, host_s = completion.timings, measured.host_s_per_token
+    timings, host_s = completion.timings, measured.host_s_per_step
     known = completion.usage.prompt_tokens - timings.prefill_tokens
     in_cache = f", {known:,} of them known already" if known else ""
     facts = [
@@ -56,7 +58,7 @@ def print_stats(measured: Measured, engine: Engine) -> None:
         ("decode", f"{timings.decode_tokens_per_s:,.1f} tokens/s"),
         ("host time per step", "no step" if host_s is None else f"{host_s * 1000:.2f} ms"),
         *_speculation_facts(completion),
-        *_draft_facts(engine),
+        *_draft_facts(completion, engine),
         ("seed", str(completion.seed)),
         *kv_facts(engine.stats),
         ("memory, anonymous", size(now.rss_anon)),
@@ -91,18 +93,22 @@ def _source_facts(counts: SpeculationCounts) -> list[tuple[str, str]]:
     return facts
 
 
-def _draft_facts(engine: Engine) -> list[tuple[str, str]]:
-    """Of the draft since it was loaded, if there is one."""
+def _draft_facts(completion: Completion, engine: Engine) -> list[tuple[str, str]]:
+    """Of the draft while the answer was made, if there is one."""
     drafter = None if engine.speculation is None else engine.speculation.drafter
-    if drafter is None:
+    counts = completion.speculation.draft if completion.speculation else None
+    if drafter is None or counts is None:
         return []
-    counts = drafter.counts
     parts = [f"busy {counts.busy_s:.2f} s, idle {counts.idle_s:.2f} s"]
     if counts.head_starts:
         share = counts.head_start_hits / counts.head_starts
         parts.append(f"{share:.0%} of {counts.head_starts:,} head starts hit")
     rows = f"{counts.rows_true:,} of {counts.rows:,} rows became text"
-    return [("draft model", ", ".join([*parts, rows])), *_draft_troubles(drafter)]
+    return [
+        ("draft model", ", ".join([*parts, rows])),
+        ("drafting", str(drafter.defer)),
+        *_draft_troubles(drafter),
+    ]
 
 
 def _draft_troubles(drafter: Drafter) -> list[tuple[str, str]]:
