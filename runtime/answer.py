@@ -205,13 +205,13 @@ class _Request:
     def deltas(self) -> Iterator[Delta]:
         computed = self._sequence.num_computed
         while self._end is None:
-            before = len(self._token_ids)
+            is_first = not self._token_ids
             with span(self._engine.trace, "host", "propose"):
                 self._proposal = self._propose()
             self._pieces, self._chosen = [], []
             self._sequence.verify(self._proposal.tree, self._judge)
             self._last_at = time.perf_counter()
-            if not before:
+            if is_first:
                 self._first_at, self._pass_s_first = self._last_at, self._sequence.pass_s
                 self._prefilled = self._sequence.num_computed - computed
             yield self._delta()
@@ -248,7 +248,6 @@ class _Request:
             )
             self._counts.push(choice.token_id)
             self._chosen.append(choice)
-            self._token_ids.append(choice.token_id)
             self._read(choice.token_id, position + len(self._chosen))
             if self._end is not None or kept is None:
                 break
@@ -270,13 +269,15 @@ class _Request:
         if token_id in self._tokenizer.eos_ids and not self._params.ignore_eos:
             return _End("stop", token_id)
         is_full = not self._sequence.is_stream and length >= self._sequence.capacity
-        if len(self._token_ids) >= self._params.max_tokens or is_full:
+        num_tokens = len(self._token_ids) + len(self._chosen)
+        if num_tokens >= self._params.max_tokens or is_full:
             return _End("length")
         return None
 
     def _delta(self) -> Delta:
         text = "".join(self._pieces)
         self._text.append(text)
+        self._token_ids += [choice.token_id for choice in self._chosen]
         logprobs = tuple(self._named(c, c.logprob) for c in self._chosen if c.logprob is not None)
         self._logprobs += logprobs
         finish = self._end.finish if self._end else None

@@ -27,6 +27,8 @@ class BackendFacts:
     """Rows in one pass whose logits can be returned."""
     least_rows: int
     """Rows that a pass of `exact` lanes has at least, padding included."""
+    most_padding: int
+    """Rows that padding may add to a lane's own."""
     exact: bool
     """Whether a row's logits are the same bits however it came to be computed."""
 

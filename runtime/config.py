@@ -73,6 +73,8 @@ class RuntimeConfig:
         object.__setattr__(self, "speculate", checked_speculate(self.speculate))
         one_of("exactness", self.exactness, Exactness)
         one_of("defer", self.defer, Defer)
+        if self.prior is not None and self.speculate == "off":
+            raise UsageError("prior: got one, but speculate is off and nothing is looked up")
         _check("lanes", self.lanes, 1, MAX_LANES)
         if self.pool is not None:
             _check("pool", self.pool, MIN_CTX, MAX_POOL)
@@ -96,6 +98,12 @@ class RuntimeConfig:
             return cores.default_here(self.target_threads)
         cpus = cores.parse_cpu_list(self.target_cpus)
         return Placement(cpus, self.target_threads or len(cpus))
+
+    @property
+    def asks_of_draft(self) -> bool:
+        """Whether something is set that only a draft could do."""
+        placed = (self.draft_threads, self.draft_cpus) != (None, None)
+        return placed or self.defer == "on"
 
     def draft_placement(self) -> Placement:
         """Where the draft computes, as long as it does so on the CPU."""

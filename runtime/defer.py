@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 
 class DeferChoice:
     """In-line or deferred: `on`, `off`, or by what gives more tokens a second, measured in turns."""
@@ -15,6 +17,7 @@ class DeferChoice:
         self._fixed = {"on": True, "off": False}.get(defer)
         self._speeds: dict[bool, float] = {}
         self._is_deferred = True
+        self._lock = threading.Lock()
         self._tokens = self._seconds = 0.0
         self._proposals = self._phases = 0
 
@@ -35,6 +38,11 @@ class DeferChoice:
 
     def note(self, num_tokens: int, seconds: float) -> None:
         """What a proposal, and its pass, gave."""
+        if self._fixed is None:
+            with self._lock:
+                self._note(num_tokens, seconds)
+
+    def _note(self, num_tokens: int, seconds: float) -> None:
         self._tokens += num_tokens
         self._seconds += seconds
         self._proposals += 1

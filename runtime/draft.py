@@ -7,6 +7,7 @@ that is longer than its window.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -17,7 +18,7 @@ from headrace.models.vocab_map import NO_TOKEN, VocabMap
 from headrace.runtime.backend import Backend
 from headrace.runtime.batch import F32, I64, LaneRows
 from headrace.runtime.blocks import BLOCK_TOKENS
-from headrace.runtime.guess import Guess, Guesser
+from headrace.runtime.guess import Guess, Guesser, Head
 from headrace.runtime.kv import PoolArrays, PoolShape
 from headrace.runtime.ring import RingLayout, RingState
 
@@ -62,10 +63,13 @@ class DraftModel:
     """A backend with the map to the target's tokens."""
 
     def __init__(self, backend: Backend, config: ModelConfig, kv: str, vocab_map: VocabMap) -> None:
-        self.backend, self.config, self.vocab_map = backend, config, vocab_map
+        self.backend, self.config = backend, config
         self.layout = draft_layout(config)
         sinks = self.layout.sinks // BLOCK_TOKENS
         self.arrays = PoolArrays(PoolShape(config, kv, sinks * backend.facts.lanes))
+        self.pass_began: float | None = None
+        """When the pass that is running began."""
+        self.head = Head.of(vocab_map)
         known = vocab_map.to_draft[vocab_map.to_draft != NO_TOKEN]
         self._ids = np.where(vocab_map.to_draft == NO_TOKEN, known[-1], vocab_map.to_draft)
 
@@ -75,7 +79,16 @@ class DraftModel:
         """
         return self._ids[np.array(token_ids, np.int64)].astype(np.int64)
 
+    def forward(self, rows: LaneRows) -> F32:
+        """A pass of one lane."""
+        self.pass_began = time.perf_counter()
+        try:
+            return self.backend.forward([rows])
+        finally:
+            self.pass_began = None
+
     def close(self) -> None:
+        """May be called again."""
         self.backend.close()
         self.arrays.close()
 
@@ -307,7 +320,7 @@ class DraftLane:
             hidden,
             exact=False,
         )
-        return self.model.backend.forward([rows])
+        return self.model.forward(rows)
 
     def _guess(self, node: int, logits: F32) -> None:
         assert self.guesser is not None

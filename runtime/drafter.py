@@ -8,7 +8,6 @@ that is late, fails or hangs costs proposals, and no text.
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 import time
@@ -31,7 +30,7 @@ HANG_S = 5.0
 """A pass of the draft that takes longer is not waited for any more, nor any other."""
 
 MAX_FAILURES = 3
-"""Errors of the draft after which it is not asked again."""
+"""Errors of the draft in a row after which it is not asked again."""
 
 _CONFIDENCE_STEPS = (0.3, 0.6, 0.8, 0.95)
 
@@ -42,6 +41,12 @@ _CHEAP = 1.25
 """Rows of a draft's pass that cost no more than this times one are taken together."""
 
 _MAX_WIDTH = 4
+
+_STEP_SHARE = 0.1
+"""Of the last step in what a step is believed to take."""
+
+_WAIT_MEMORY = 0.7
+"""Of earlier waits: so short that one late answer is made up for by a few good ones."""
 
 
 class Pays(NamedTuple):
@@ -75,6 +80,7 @@ class Ask:
     chain: list[tuple[Guess, ...]] = field(default_factory=list)
     """Guesses along the likeliest path."""
     error: Exception | None = None
+    has_lane: bool = False
     done: threading.Event = field(default_factory=threading.Event)
 
 
@@ -89,16 +95,22 @@ class Drafter:
         is_boundary: Callable[[int], bool],
         *,
         defer: str = "auto",
-        cpus: Sequence[int] | None = None,
         trace: Trace | None = None,
     ) -> None:
+        """`costs` are the draft's, on the CPUs that it computes on."""
         self.model, self.counts, self.defer = model, DraftCounts(), DeferChoice(defer)
         self.broken: str | None = None
         """Why the draft is not asked any more."""
         self.step_s = costs.of(1)
+        """Seconds of a pass that says what comes after a token; learned from each."""
+        self.passes_unasked = 0
+        """Passes of the target since it was asked last."""
+        self._waits = {False: (0.0, 0.0), True: (0.0, 0.0)}
+        """Seconds waited and tokens gained, by deferral; decaying sums."""
+        self._failures_in_a_row = 0
         self._text_row_s = costs.of(17) / 17
         self._acceptance, self._is_boundary = acceptance, is_boundary
-        self._cpus, self.trace = cpus, trace
+        self.trace = trace
         self._width = max(
             r for r in range(1, _MAX_WIDTH + 1) if costs.of(r) <= _CHEAP * self.step_s
         )
@@ -110,7 +122,6 @@ class Drafter:
         """Lanes to go on with while their proposals are verified."""
         self._owed: set[DraftLane] = set()
         """Those of them whose verdict is due."""
-        self._pass_began: float | None = None
         self._thread = threading.Thread(target=self._run, name="headrace-draft", daemon=True)
         self._starting = threading.Lock()
 
@@ -118,61 +129,77 @@ class Drafter:
 
     def submit(self, ask: Ask) -> None:
         with self._starting:
-            if not self._thread.is_alive() and self.broken is None:
-                with suppress(RuntimeError):  # it has ended: the model is closed
-                    self._thread.start()
+            if self._thread.ident is None and self.broken is None:
+                self._thread.start()
         self._queue.put(ask)
 
     def expected_s(self, want: int, num_behind: int) -> float:
         """Seconds that a proposal should take."""
-        return want * self.step_s + num_behind * self._text_row_s
+        return want * self.step_s + self.reading_s(num_behind)
+
+    def reading_s(self, num_tokens: int) -> float:
+        """Seconds that it takes to catch up with a text."""
+        return num_tokens * self._text_row_s
+
+    def wait_s(self, *, is_deferred: bool) -> float:
+        """Seconds that a request waits for a token."""
+        seconds, tokens = self._waits[is_deferred]
+        return (seconds + self.step_s) / (tokens + 1)
+
+    def note_wait(self, seconds: float, num_tokens: int, *, is_deferred: bool) -> None:
+        """What a request waited for, and what it got; nothing if the draft was late."""
+        before_s, before = self._waits[is_deferred]
+        self._waits[is_deferred] = (
+            _WAIT_MEMORY * before_s + seconds,
+            _WAIT_MEMORY * before + num_tokens,
+        )
 
     def notice_hang(self) -> None:
         """Gives up a draft whose pass does not end."""
-        began = self._pass_began
+        began = self.model.pass_began
         if self.broken is None and began is not None and time.perf_counter() - began > HANG_S:
-            self.give_up(f"a pass took longer than {HANG_S:g} s")
-
-    def give_up(self, why: str) -> None:
-        """The draft is not asked any more."""
-        self.broken = why
-
-    def note_failure(self, error: Exception) -> None:
-        self.counts.failures += 1
-        if self.counts.failures >= MAX_FAILURES:
-            self.give_up(f"{self.counts.failures} errors, the last: {error}")
+            self.broken = f"a pass took longer than {HANG_S:g} s"
 
     def close(self) -> None:
-        """Ends the thread; one that hangs is left alone, with the memory that it may write to."""
-        self.broken = self.broken or "closed"
-        if self._thread.is_alive():
-            self._queue.put(None)
+        """Ends the thread, which closes the model. One that hangs is left alone, with the memory
+        that it may write to. May be called again, and by a finalizer in any thread.
+        """
+        with self._starting:
+            is_running = self._thread.ident is not None
+            self.broken = self.broken or "the model is closed"
+        if not is_running:
+            self.model.close()
+            return
+        self._queue.put(None)
+        if threading.current_thread() is not self._thread:
             self._thread.join(timeout=HANG_S)
-            if self._thread.is_alive():
-                return
-        self.model.close()
 
     # the thread's side
 
     def _run(self) -> None:
-        if self._cpus:
-            with suppress(OSError):
-                os.sched_setaffinity(0, self._cpus)
         while True:
             ask = self._next()
             if ask is None:
-                return
+                break
             start = time.perf_counter()
             try:
                 self._answer(ask)
+                self._failures_in_a_row = 0
             except Exception as error:  # noqa: BLE001  whatever a backend raises, the text goes on
                 ask.error = error
-                self.note_failure(error)
+                self._note_failure(error)
                 self._drop_lane_of(ask.place)
             finally:
                 self.counts.busy_s += time.perf_counter() - start
                 ask.done.set()
             del ask  # its request may be dropped while the thread waits
+        self.model.close()
+
+    def _note_failure(self, error: Exception) -> None:
+        self.counts.failures += 1
+        self._failures_in_a_row += 1
+        if self._failures_in_a_row >= MAX_FAILURES:
+            self.broken = f"{MAX_FAILURES} errors in a row, the last: {error}"
 
     def _next(self) -> Ask | None:
         """The next question; until there is one, goes on behind what is being verified."""
@@ -185,7 +212,7 @@ class Drafter:
                 if self._go_on(lane):
                     self._open.append(lane)
             except Exception as error:  # noqa: BLE001  as above
-                self.note_failure(error)
+                self._note_failure(error)
                 lane.restart()
             self.counts.busy_s += time.perf_counter() - start
         start = time.perf_counter()
@@ -194,14 +221,15 @@ class Drafter:
         return ask
 
     def _answer(self, ask: Ask) -> None:
+        ask.guesser.follow(ask.new)
         lane = self._lane_of(ask)
         if lane is None:
             return
+        ask.has_lane = True
         was_open = lane in self._owed
         self._owed.discard(lane)
         if lane in self._open:
             self._open.remove(lane)
-        ask.guesser.follow(ask.new)
         true_before = lane.num_true
         num_rows = self._timed(lambda: lane.follow(ask.tokens, ask.length), "read")
         self.counts.rows_text += num_rows
@@ -237,6 +265,8 @@ class Drafter:
 
     def _go_on(self, lane: DraftLane) -> bool:
         """One pass for the likeliest outcomes that were not computed; whether there were any."""
+        if _is_free(self._owners[lane.lane]):
+            return False
         outcomes: list[tuple[int, Guess, float]] = []
         for node, guess, rank in frontier(lane):
             reach = lane.nodes[node].reach * self._rates(lane, node)[rank]
@@ -259,15 +289,16 @@ class Drafter:
         return rates
 
     def _compute(self, lane: DraftLane, wanted: list[tuple[int, Guess, float]]) -> None:
+        start = time.perf_counter()
         self._timed(lambda: lane.compute(wanted), "draft")
+        self.step_s += _STEP_SHARE * (time.perf_counter() - start - self.step_s)
         self.counts.rows += len(wanted)
 
     def _timed(self, work: Callable[[], int | None], name: str) -> int:
-        start = self._pass_began = time.perf_counter()
+        start = time.perf_counter()
         try:
             return work() or 0
         finally:
-            self._pass_began = None
             if self.trace is not None:
                 self.trace.add("draft", name, start, time.perf_counter())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from headrace.runtime.drafter import Ask, Drafter, Pays, Place
@@ -11,6 +12,9 @@ from headrace.runtime.trace import span
 _PATIENCE = 3.0
 """A request waits for this times what its proposal should take, and _GRACE_S."""
 _GRACE_S = 0.01
+
+_PAUSE_PASSES = 16
+"""Passes without asking where all lanes of the draft were taken."""
 
 
 class Drafting:
@@ -27,6 +31,9 @@ class Drafting:
         self._new: list[int] = []
         self._num_behind = len(self._tokens)
         self._last: Ask | None = None
+        self._passes_to_pause = 0
+        self.waited_s = 0.0
+        """Seconds in `ask` so far."""
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Tokens that have become output."""
@@ -37,14 +44,13 @@ class Drafting:
 
     @property
     def is_possible(self) -> bool:
-        """Whether it can be asked now: it works, and does not owe an answer."""
+        """Whether it can be asked now: it works, and does not owe an answer. Asked once a pass."""
         drafter = self._drafter
+        if self._passes_to_pause:
+            self._passes_to_pause -= 1
+            return False
         drafter.notice_hang()
         return drafter.broken is None and (self._last is None or self._last.done.is_set())
-
-    def cost_s(self) -> float:
-        """Seconds that it takes to catch up with the text."""
-        return self._drafter.expected_s(0, self._num_behind)
 
     def ask(self, want: int, pays: Pays, *, is_deferred: bool) -> list[tuple[Guess, ...]] | None:
         """Guesses for each of the next places, up to `want`; None if it failed or is late.
@@ -63,14 +69,22 @@ class Drafting:
             is_deferred,
         )
         patience = _PATIENCE * drafter.expected_s(want, self._num_behind) + _GRACE_S
+        reading_s = drafter.reading_s(self._num_behind)
         self._last, self._new, self._num_behind = ask, [], 0
+        start = time.perf_counter()
         drafter.submit(ask)
         with span(drafter.trace, "host", "wait"):
             is_done = ask.done.wait(patience)
-        if not is_done:
-            drafter.counts.late += 1
-            return None
-        return None if ask.error is not None else ask.chain
+        drafter.counts.late += not is_done
+        waited_s = time.perf_counter() - start
+        self.waited_s += waited_s
+        if is_done and ask.error is None and not ask.has_lane:
+            self._passes_to_pause = _PAUSE_PASSES
+            return []
+        chain = ask.chain if is_done and ask.error is None else []
+        # Catching up is not what a token costs.
+        drafter.note_wait(max(0.0, waited_s - reading_s), len(chain), is_deferred=is_deferred)
+        return chain
 
     def close(self) -> None:
         """Another request may have the lane."""

@@ -103,29 +103,19 @@ class Engine:
         return min(CROWDED_CHUNK, self.facts.max_rows) if crowded else self.facts.max_rows
 
     def speculator(self, sequence: Sequence, sampler: Sampler, num_new: int) -> Speculator | None:
-        """One for a request on `sequence` of up to `num_new` tokens; None where it is off.
-
-        Raises UsageError for a request that wants it of a model that was loaded without.
-        """
-        wanted = sampler.params.speculate
-        if self.speculation is None:
-            if wanted not in (None, "off"):
-                raise UsageError(
-                    f"speculate: got {wanted!r}, but the model was loaded with speculate='off'; "
-                    "load it with auto"
-                )
+        """One for a request on `sequence` of up to `num_new` tokens; None where it is off."""
+        shared = self.speculation
+        if shared is None or (sampler.params.speculate or shared.speculate) == "off":
             return None
-        if (wanted or self.speculation.speculate) == "off":
-            return None
-        # Of a stream, what was fed is looked up in the index that all share, if it is shared.
+        # An endless answer must not make an endless index.
         num_new = min(num_new, sequence.capacity)
         text = Text(sequence.tokens(), sequence.length, num_new, sequence.exactness)
         return Speculator(
-            self.speculation,
+            shared,
             text,
             sampler,
             self.facts,
-            lambda: max(1, self._lanes.num_in_turn),
+            lambda: 1 + self._lanes.num_in_turn,
         )
 
     def share(self, token_ids: Ids[int]) -> None:

@@ -57,6 +57,11 @@ def declared_rows(
     return declared
 
 
+def most_padding(machine: Machine) -> int:
+    """Rows that `declared_rows` may add: up to a multiple, and one multiple more."""
+    return 2 * machine.row_multiple - 1
+
+
 def is_exact(config: ModelConfig, kv: str, machine: Machine) -> bool:
     float_cache = kv != "int8"
     is_arm = machine.row_multiple > 1

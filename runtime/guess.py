@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 
 from headrace.models.vocab_map import NO_TOKEN, VocabMap
 from headrace.runtime.noise import drafting_seed, draw
@@ -28,23 +30,39 @@ class Guess:
     """See `verify.Sibling`."""
 
 
+@dataclass(frozen=True, eq=False)
+class Head:
+    """Which of the target's tokens a draft's logits stand for."""
+
+    columns: npt.NDArray[np.intp]
+    """[n] columns that stand for one."""
+    tokens: npt.NDArray[np.int32]
+    """[n] the target's ids."""
+    vocab_size: int
+    """The target's."""
+
+    @classmethod
+    def of(cls, vocab_map: VocabMap) -> Head:
+        columns = np.flatnonzero(vocab_map.to_target != NO_TOKEN)
+        return cls(columns, vocab_map.to_target[columns], len(vocab_map.to_draft))
+
+    @cached_property
+    def is_same(self) -> bool:
+        """Whether column i is token i."""
+        all_ids = np.arange(self.vocab_size)
+        return np.array_equal(self.columns, all_ids) and np.array_equal(self.tokens, all_ids)
+
+
 class Guesser:
     """Guesses for one request. Sampling options apply along each path, as they do to the target."""
 
-    def __init__(
-        self, sampler: Sampler, accept: Accept, vocab_map: VocabMap, vocab_size: int
-    ) -> None:
-        """`vocab_size` is the target's."""
-        self._sampler = sampler
+    def __init__(self, sampler: Sampler, accept: Accept, head: Head) -> None:
+        self._sampler, self._head = sampler, head
         self._is_drawn = accept == "rejection" and not sampler.is_greedy
         # Drawn tokens must not know the noise that the target draws with; picked ones had better.
         self._seed = drafting_seed(sampler.seed) if self._is_drawn else sampler.seed
         self._counts = sampler.counts()
-        to_target = vocab_map.to_target
-        self._is_same = np.array_equal(to_target, np.arange(vocab_size))
-        self._columns = np.flatnonzero(to_target != NO_TOKEN)
-        self._tokens = to_target[self._columns]
-        self._row = np.full(vocab_size, -np.inf, np.float32)
+        self._row = np.full(head.vocab_size, -np.inf, np.float32)
 
     def follow(self, token_ids: Iterable[int]) -> None:
         """Tokens that have become output."""
@@ -56,7 +74,7 @@ class Guesser:
 
         Raises ModelOutputError for logits [draft's num_logits] that are no numbers.
         """
-        row = logits if self._is_same else self._mapped(logits)
+        row = logits if self._head.is_same else self._mapped(logits)
         self.follow(path)
         try:
             if self._sampler.is_greedy:
@@ -67,7 +85,7 @@ class Guesser:
                 self._counts.pop()
 
     def _mapped(self, logits: Row) -> Row:
-        self._row[self._tokens] = logits[self._columns]
+        self._row[self._head.tokens] = logits[self._head.columns]
         return self._row
 
     def _best(self, row: Row) -> tuple[Guess, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -105,7 +106,11 @@ class LLM(Closing):
             say(
                 f"the target computes on CPUs {format_cpu_list(self.placement.cpus)}, the fast ones"
             )
+        if self.bundle.draft is None and self.config.asks_of_draft:
+            say("the bundle has no draft, so what is set for one changes nothing")
         cache = Path(self.config.cache or cache_dir())
+        loader = Loader(self.bundle, cache, self.config, say)
+        corpus = loader.corpus()
         self.bill = require_memory(self.bundle, self.config, cache)
         verify(self.bundle, cache, say)
         self.tokenizer = load_tokenizer(self.bundle)
@@ -125,9 +130,10 @@ class LLM(Closing):
         num_blocks = self.config.pool_blocks(manifest.config)
         speculation = None
         if self.config.speculate != "off":
-            loader = Loader(self.bundle, cache, self.config, say)
             costs = loader.costs(self.backend, self.prepared.folder, self.placement)
-            speculation = loader.speculation(costs, self.tokenizer, trace)
+            speculation = loader.speculation(costs, self.tokenizer, corpus, trace)
+            # The draft's thread must have ended before the interpreter does.
+            weakref.finalize(self, speculation.close)
         self.engine = Engine(
             self.backend,
             manifest.config,
@@ -378,10 +384,21 @@ class LLM(Closing):
         return answer if stream else answer.result()
 
     def checked_params(self, params: SamplingParams | None) -> SamplingParams:
-        """`params` or the defaults; raises UsageError for something else."""
+        """`params` or the defaults; raises UsageError for something else, and for what this model
+        cannot do."""
         if not isinstance(params, SamplingParams | None):
             raise UsageError(f"params: got {params!r}, allowed is a SamplingParams")
-        return params or SamplingParams()
+        params = params or SamplingParams()
+        if self.config.speculate == "off" and params.speculate not in (None, "off"):
+            raise UsageError(
+                f"speculate: got {params.speculate!r}, but the model was loaded with "
+                "speculate='off'; load it with auto"
+            )
+        if params.sources == "draft" and self.bundle.draft is None:
+            raise UsageError(
+                "sources: got 'draft', but the bundle has none; export it with --draft"
+            )
+        return params
 
     def encode(self, prompt: str | Sequence[int], *, is_first: bool = True) -> list[int]:
         """Token ids of a text, or checked ones. Raises UsageError.

@@ -19,7 +19,7 @@ from headrace.runtime.cores import Placement
 from headrace.runtime.draft import DraftModel, draft_capacity
 from headrace.runtime.drafter import Drafter
 from headrace.runtime.ort import OrtBackend
-from headrace.runtime.pace import Pace, PassCosts, costs_of
+from headrace.runtime.pace import Pace, PassCosts, costs_of, measured_past
 from headrace.runtime.prior import SharedIndex
 from headrace.runtime.prior_file import PriorFile
 from headrace.runtime.speculate import Speculation
@@ -94,17 +94,25 @@ class Loader:
 
     def costs(self, backend: Backend, folder: Path, placement: Placement) -> PassCosts:
         """Measured once for a prepared model, and remembered beside it."""
-        return costs_of(backend, folder / f"costs-{placement}.json", self.say)
+        past = measured_past(backend.facts)
+        return costs_of(backend, folder / f"costs-{placement}-{past}.json", self.say)
+
+    def corpus(self) -> PriorFile | None:
+        """The prior that the config names. Raises BundleError, TokenizerMismatchError."""
+        if self.config.prior is None:
+            return None
+        sha256 = self.bundle.manifest.files[TOKENIZER].sha256
+        return PriorFile.open(Path(self.config.prior), sha256)
 
     def speculation(
-        self, costs: PassCosts, tokenizer: Tokenizer, trace: Trace | None
+        self,
+        costs: PassCosts,
+        tokenizer: Tokenizer,
+        corpus: PriorFile | None,
+        trace: Trace | None,
     ) -> Speculation:
         """All sources of proposals. Raises as `LLM` does."""
         pace = Pace(costs)
-        corpus = None
-        if self.config.prior is not None:
-            sha256 = self.bundle.manifest.files[TOKENIZER].sha256
-            corpus = PriorFile.open(self.config.prior, sha256)
         drafter = None
         if self.bundle.draft is not None:
             drafter = self._drafter(pace, tokenizer.ends_segment, trace)
@@ -125,6 +133,7 @@ class Loader:
             kv=record.kv,
             lanes=self.config.lanes,
             capacity=draft_capacity(record.config),
+            cpus=placement.cpus,
         )
         costs = self.costs(backend, prepared.folder, placement)
         model = DraftModel(backend, record.config, record.kv, load_vocab_map(self.bundle))
@@ -134,6 +143,5 @@ class Loader:
             pace.acceptance,
             is_boundary,
             defer=self.config.defer,
-            cpus=placement.cpus,
             trace=trace,
         )

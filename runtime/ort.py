@@ -19,7 +19,13 @@ from headrace.runtime.arena import Arena, ArenaShape
 from headrace.runtime.backend import BackendFacts
 from headrace.runtime.batch import F32, LaneRows
 from headrace.runtime.cores import Cpus, pinned
-from headrace.runtime.exactness import MIN_DECLARED_ROWS, Machine, declared_rows, is_exact
+from headrace.runtime.exactness import (
+    MIN_DECLARED_ROWS,
+    Machine,
+    declared_rows,
+    is_exact,
+    most_padding,
+)
 from headrace.runtime.pages import untouched
 
 MAX_ROWS = 256
@@ -145,6 +151,7 @@ class OrtBackend:
             max_rows=MAX_ROWS,
             max_wanted=MAX_WANTED,
             least_rows=least_rows,
+            most_padding=most_padding(self._machine),
             exact=is_exact(config, kv, self._machine),
         )
 

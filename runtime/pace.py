@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from headrace.runtime.backend import Backend
+from headrace.runtime.backend import Backend, BackendFacts
 from headrace.runtime.batch import LaneRows
 from headrace.runtime.request import MAX_PROPOSED
 
@@ -75,14 +75,19 @@ def costs_of(backend: Backend, path: Path, say: Callable[[str], None]) -> PassCo
     return costs
 
 
+def measured_past(facts: BackendFacts) -> int:
+    """Tokens behind which passes are measured."""
+    return max(0, min(facts.capacity - max(_MEASURED_ROWS), 512))
+
+
 def measure(backend: Backend) -> PassCosts:
     """The fastest of a few passes of each width, taken in turn, behind up to 512 tokens. What else
-    runs on the machine only ever adds to that.
+    runs on the machine only ever adds to that; so a wider pass that was faster counts as well.
 
     Writes over lane 0, so nothing may be in it yet. About a second for 0.1B parameters.
     """
     facts = backend.facts
-    past = max(0, min(facts.capacity - max(_MEASURED_ROWS), 512))
+    past = measured_past(facts)
     seconds: dict[int, list[float]] = {rows: [] for rows in _MEASURED_ROWS}
     began = time.perf_counter()
     for done in range(_ROUNDS):
@@ -95,7 +100,8 @@ def measure(backend: Backend) -> PassCosts:
             start = time.perf_counter()
             backend.forward([rows])
             found.append(time.perf_counter() - start)
-    return PassCosts({rows: min(found[1:]) for rows, found in seconds.items()})
+    fastest = {rows: min(found[1:]) for rows, found in seconds.items()}
+    return PassCosts({rows: min(s for r, s in fastest.items() if r >= rows) for rows in fastest})
 
 
 class Origin(NamedTuple):

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from headrace.errors import UsageError
+from headrace.models.iospec import SPARE_SLOTS
 from headrace.runtime.backend import Backend
 from headrace.runtime.batch import F32, LaneRows
 from headrace.runtime.exactness import MIN_DECLARED_ROWS
@@ -72,6 +73,8 @@ class Passes:
         self._lock, self._changed = lock, changed
         self._waiting: list[_Job] = []
         self._running: list[_Job] | None = None
+        self._leader = 0
+        """The thread that runs a pass, or ran the last one."""
         self._expected: dict[int, int] = {}
         """Lanes of the last pass whose threads have not come back, and those threads."""
         self._last_s = 0.0
@@ -107,18 +110,18 @@ class Passes:
         return job.logits
 
     def _lead(self) -> None:
+        """Runs a pass. Its jobs wait until they are done, so what an interrupt has cut short is run
+        again: it writes the same rows.
+        """
         try:
-            self._running = []
+            self._running, self._leader = [], threading.get_ident()
             while self._lender is not None and self._lanes.is_in_turn(self._lender):
                 self._changed.wait()
             self._gather()
             self._running = group = self._pick().jobs
-            self._waiting = [job for job in self._waiting if job not in group]
             self._run(group)
+            self._waiting = [job for job in self._waiting if not job.is_done]
         finally:
-            # What an interrupt has cut short is run again: it writes the same rows.
-            unfinished = [job for job in self._running or [] if not job.is_done]
-            self._waiting = unfinished + self._waiting
             self._running = None
             self._changed.notify_all()
 
@@ -136,8 +139,9 @@ class Passes:
     def _pick(self) -> _Group:
         """The job that has waited longest, and those that share its pass at little cost."""
         facts = self._backend.facts
-        group = _Group([self._waiting[0]])
-        for job in self._waiting[1:]:
+        first, *others = [job for job in self._waiting if not job.is_done]
+        group = _Group([first])
+        for job in others:
             larger = _Group([*group.jobs, job])
             fits = larger.num_wanted() <= facts.max_wanted and self._has_room(larger)
             if fits and larger.is_worth_it(facts.max_rows):
@@ -149,8 +153,8 @@ class Passes:
         by_lane = {job.rows.lane: job.rows for job in group.jobs}
         width = max(MIN_DECLARED_ROWS, *(rows.num_rows for rows in by_lane.values()))
         past = max(by_lane[i].past if i in by_lane else self._lanes.end(i) for i in group.lanes())
-        # Of the four spare slots three may be needed for a whole multiple of four rows.
-        return past + width <= self._backend.facts.capacity + 1
+        facts = self._backend.facts
+        return past + width + facts.most_padding <= facts.capacity + SPARE_SLOTS
 
     def _run(self, group: list[_Job]) -> None:
         if self.closed:
@@ -196,6 +200,10 @@ class Passes:
 
     def _withdraw(self, job: _Job) -> None:
         """After an interrupt: the lane must be quiet before its turn ends, whatever comes."""
+        if self._running is not None and self._leader == threading.get_ident():
+            # It came before the pass was put down, and nobody else would.
+            self._running = None
+            self._changed.notify_all()
         while self._running is not None and job in self._running:
             with suppress(KeyboardInterrupt):
                 self._changed.wait()

@@ -210,7 +210,7 @@ class SharedIndex:
     """The last `capacity` tokens of many texts. Threads may share it; its memory is fixed."""
 
     def __init__(self, capacity: int = DEFAULT_CAPACITY) -> None:
-        """`capacity` must be a power of two. An index takes 28 bytes a token of it."""
+        """`capacity` must be a power of two. An index takes INDEX_BYTES a token of it."""
         self._index = NgramIndex(capacity)
         self._lock = threading.Lock()
         self._writing = threading.Lock()

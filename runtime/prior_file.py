@@ -100,9 +100,9 @@ class PriorFile(Closing):
         tables = [words[start : start + header.capacity] for start in starts]
         tokens = words[len(ORDERS) * header.capacity :]
         self.facts = header.facts
-        self._index = NgramTables(tokens, tables, header.num_places, header.id_limit)
-        self._views = [tokens, *tables, words, whole]
-        self._mapped = mapped
+        self._index: NgramTables | None = NgramTables(
+            tokens, tables, header.num_places, header.id_limit
+        )
 
     @classmethod
     def open(cls, path: Path, tokenizer_sha256: str) -> PriorFile:
@@ -134,14 +134,13 @@ class PriorFile(Closing):
         return self.facts.num_tokens
 
     def candidates(self, context: Sequence[int], most: int, count: int) -> list[Match]:
-        """As of NgramTables. Not after `close`."""
-        return self._index.candidates(context, most, count)
+        """As of NgramTables; none after `close`."""
+        index = self._index
+        return [] if index is None else index.candidates(context, most, count)
 
     def close(self) -> None:
-        """Unmaps the file. Nobody may be asking for candidates. May be called again."""
-        for view in self._views:
-            view.release()
-        self._mapped.close()
+        """The file is unmapped when nobody looks anything up any more. May be called again."""
+        self._index = None
 
 
 def verify_prior(path: Path) -> PriorFacts:

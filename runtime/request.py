@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from headrace.errors import UsageError
 
@@ -195,13 +195,14 @@ def one_of(name: str, value: object, kinds: Any) -> None:
         raise UsageError(f"{name}: got {_shown(value)}, allowed are {words}")
 
 
-def checked_speculate(value: object) -> Speculate:
+def checked_speculate(value: Any) -> Speculate:
     """`value` as a Speculate, a number as text included; raises UsageError."""
-    if value == "auto" or value == "off":
-        return value
+    if isinstance(value, str) and value in ("auto", "off"):
+        return cast(Speculate, value)
     number = int(value) if isinstance(value, str) and value.isdecimal() else value
-    if isinstance(number, int) and not isinstance(number, bool) and 1 <= number <= MAX_PROPOSED:
-        return number
+    is_whole = isinstance(number, Integral) and not isinstance(number, bool)
+    if is_whole and 1 <= number <= MAX_PROPOSED:
+        return int(number)
     raise UsageError(f"speculate: got {value!r}, allowed are auto, off and 1 to {MAX_PROPOSED}")
 
 

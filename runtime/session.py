@@ -58,7 +58,9 @@ class Session(Closing):
         changed. After another error the text is fed, and computed when the session goes on.
         """
         with self._alone():
-            self._append(text)
+            ids = self._append(text)
+            if self._shares_text:
+                self._llm.engine.share(ids)
             with self._llm.engine.request(self._sequence, 0):
                 self._sequence.compute(leave=1)
 
@@ -89,8 +91,8 @@ class Session(Closing):
     ) -> Completion | Answer:
         """Appends `prompt` and continues; every token that is given out becomes context.
 
-        An answer that is closed early leaves the session with what it gave out. Raises as `feed`
-        does, and UsageError when there is nothing to continue.
+        An answer that is closed early leaves the session with what it gave out; one that an
+        interrupt ends may leave it with a pass more. Raises as `feed` does, and UsageError when there is nothing to continue.
         """
         with self._alone():
             params = self._llm.checked_params(params)
@@ -123,15 +125,14 @@ class Session(Closing):
         self._drop.detach()
         self._llm.engine.close_sequence(self._sequence)
 
-    def _append(self, prompt: Prompt, num_new: int = 0) -> None:
+    def _append(self, prompt: Prompt, num_new: int = 0) -> list[int]:
         ids = self._llm.encode(prompt, is_first=not self.num_tokens)
         if not ids and not (num_new and self.num_tokens):
             raise UsageError("prompt: got an empty one, it needs at least one token")
         self._sequence.require_room(len(ids))
         self._llm.engine.require_fit(self._sequence, len(ids) + num_new)
         self._sequence.append(ids)
-        if self._shares_text:
-            self._llm.engine.share(ids)
+        return ids
 
     @contextmanager
     def _alone(self) -> Iterator[None]:

@@ -124,12 +124,8 @@ class Speculator:
         drafter = shared.drafter
         self._draft_before = replace(drafter.counts) if drafter is not None else None
         if drafter is not None and drafter.broken is None and sources != "lookup":
-            guesser = Guesser(sampler, self._accept, drafter.model.vocab_map, facts.vocab_size)
+            guesser = Guesser(sampler, self._accept, drafter.model.head)
             self._drafting = Drafting(drafter, guesser, text.tokens, text.length)
-        self._draft_wait_s = 0.0
-        self._waits: dict[bool, float] = {}
-        """Seconds a drafted token was waited for, by deferral; a moving mean."""
-        self._since_drafted = 0
         self._asked_at: float | None = None
         self._passes = 0
         self._proposed: Counter[tuple[str, int]] = Counter()
@@ -191,35 +187,28 @@ class Speculator:
         if drafting is None or drafter is None or not drafting.is_possible:
             return None
         is_deferred = drafter.defer.is_deferred
-        wait_s = self._waits.get(is_deferred, drafter.step_s)
+        wait_s = drafter.wait_s(is_deferred=is_deferred)
         rates = self._pace.acceptance.rates([Origin(SOURCE)] * room.most)
         reach: F64 = np.cumprod(rates, dtype=np.float64)
         plan = self._pace.plan(
             reach, lanes=room.lanes, least_rows=room.least_rows, extra_s=wait_s, fixed=room.fixed
         )
         want = plan.num_tokens if plan.tokens_per_s > tokens_per_s or room.fixed else 0
-        self._since_drafted += 1
+        drafter.passes_unasked += 1
         if not want:
-            if self._since_drafted < _RETRY_PASSES:
+            if drafter.passes_unasked < _RETRY_PASSES:
                 return None
             want = 1
-        self._since_drafted = 0
+        drafter.passes_unasked = 0
         costs = self._pace.costs(room.lanes)
         row_s = float(costs[-1] - costs[0]) / MAX_PROPOSED
         # A token pays if it comes more surely than others would in the time that it takes.
         pays = Pays(row_s * tokens_per_s, min(0.9, (drafter.step_s + row_s) * tokens_per_s))
         if room.fixed or self._accept == "rejection":
             pays = Pays(0.0, 0.0)
-        start = time.perf_counter()
+        self._asked_at = time.perf_counter()
         chain = drafting.ask(want, pays, is_deferred=is_deferred)
-        waited = time.perf_counter() - start
-        self._draft_wait_s += waited
-        self._asked_at = start
-        if not chain:
-            return None
-        before = self._waits.get(is_deferred, waited / len(chain))
-        self._waits[is_deferred] = 0.9 * before + 0.1 * waited / len(chain)
-        return self._drafted(chain)
+        return self._drafted(chain) if chain else None
 
     def _drafted(self, chain: Sequence[tuple[Guess, ...]]) -> Proposal:
         """The first guesses as a chain, and where trees can be verified the others beside it."""
@@ -284,7 +273,7 @@ class Speculator:
             proposed=self._proposed.total(),
             accepted=self._accepted.total(),
             sources=sources,
-            draft_wait_s=self._draft_wait_s,
+            draft_wait_s=self._drafting.waited_s if self._drafting else 0.0,
             target_idle_s=target_idle_s,
             draft=self._draft_counts(),
         )

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.models.vocab_map import NO_TOKEN, VocabMap
-from headrace.runtime.guess import Guesser
+from headrace.runtime.guess import Guesser, Head
 from headrace.runtime.pace import Origin
 from headrace.runtime.propose import Proposal, merged
 from headrace.runtime.request import Accept, SamplingParams
@@ -132,7 +132,7 @@ class Drafter:
     def __init__(
         self, language: Language, sampler: Sampler, accept: Accept, width: int = 1, length: int = 3
     ) -> None:
-        self.guesser = Guesser(sampler, accept, language.vocab_map, SIZE)
+        self.guesser = Guesser(sampler, accept, Head.of(language.vocab_map))
         self._language, self._width, self._length = language, width, length
         self._num_read = len(PROMPT)
 

@@ -41,7 +41,7 @@ def lane_of(model: DraftModel, index: int, temperature: float = 0.0) -> DraftLan
     size = model.config.vocab_size
     sampler = Sampler(SamplingParams(temperature=temperature, seed=3), [], size)
     lane = DraftLane(model, index)
-    lane.begin(Guesser(sampler, "coupled", model.vocab_map, size))
+    lane.begin(Guesser(sampler, "coupled", model.head))
     return lane
 
 
@@ -134,7 +134,7 @@ def test_another_request_on_the_same_text_goes_on_there(model: DraftModel) -> No
     assert not lane.agrees(text[:10], 10), "it is longer than that"
     assert not lane_of(model, 1).agrees(text, 20), "it knows nothing"
     sampler = Sampler(SamplingParams(), [], model.config.vocab_size)
-    lane.begin(Guesser(sampler, "coupled", model.vocab_map, model.config.vocab_size))
+    lane.begin(Guesser(sampler, "coupled", model.head))
     assert lane.follow([*text, 3, 4], 22) == 3
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -124,7 +126,7 @@ def test_a_draft_that_fails_is_given_up(
     assert said(answer) == said(plain.generate(PROMPT, PARAMS))
     drafter = drafter_of(drafted)
     assert drafter.counts.failures == drafter_module.MAX_FAILURES
-    assert drafter.broken is not None and "3 errors, the last: " in drafter.broken
+    assert drafter.broken is not None and "3 errors in a row, the last: " in drafter.broken
     assert answer.speculation is not None and answer.speculation.accepted == 0
     assert said(drafted.generate(PROMPT, WARM)) == said(plain.generate(PROMPT, WARM))
 
@@ -165,6 +167,42 @@ def test_a_draft_that_hangs_holds_nothing_up(
         assert time.perf_counter() - start < 10
     finally:
         freed.set()
+
+
+def test_a_draft_slower_than_it_was_measured_is_let_be(
+    plain: LLM, drafted: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it was waited for is learned, late answers among it."""
+    drafter = drafter_of(drafted)
+    drafter.step_s = 0.001
+
+    def slow(logits: F32) -> F32:
+        time.sleep(0.1)
+        return logits
+
+    spoil(drafted, monkeypatch, slow)
+    auto = SamplingParams(max_tokens=60, ignore_eos=True, logprobs=2, seed=4, speculate="auto")
+    for _ in range(3):
+        answer = drafted.generate(PROMPT, auto)
+        assert said(answer) == said(plain.generate(PROMPT, PARAMS))
+    assert answer.speculation is not None
+    assert drafter.counts.late <= 6, "of 180 passes"
+    assert answer.speculation.draft_wait_s < 0.3
+
+
+def test_a_model_that_nobody_closes_ends_with_the_program(
+    twin_bundle: Path, shared_cache: Path
+) -> None:
+    program = f"""
+from headrace import LLM, SamplingParams
+llm = LLM({str(twin_bundle)!r}, cache={str(shared_cache)!r}, speculate=4, defer="on")
+print(len(llm.generate({PROMPT!r}, SamplingParams(max_tokens=20, ignore_eos=True)).token_ids))
+"""
+    for end in ("", "del llm\n", "import sys; sys.exit(0)\n"):
+        done = subprocess.run(
+            [sys.executable, "-c", program + end], capture_output=True, text=True, check=False
+        )
+        assert (done.returncode, done.stdout) == (0, "20\n"), done.stderr
 
 
 def test_more_requests_than_lanes_do_without(plain: LLM, drafted: LLM) -> None:

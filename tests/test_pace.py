@@ -33,7 +33,9 @@ def test_no_other_size_yields_more(
 def test_what_is_free_is_proposed_and_what_never_pays_is_not() -> None:
     pace = Pace(PassCosts({1: 1.0, 2: 1.2, 4: 1.6, 8: 2.4, 16: 4.0}))
     assert pace.plan(np.full(16, 0.0)).num_tokens == 0
-    assert pace.plan(np.full(16, 0.01), least_rows=2).num_tokens == 1, "the padding row is there anyway"
+    assert pace.plan(np.full(16, 0.01), least_rows=2).num_tokens == 1, (
+        "the padding row is there anyway"
+    )
     assert pace.plan(np.full(16, 1.0)).num_tokens == 16
     assert pace.plan(np.full(16, 1.0), extra_s=1.1).num_tokens < 2
     assert pace.plan(np.full(16, 0.0), fixed=5).num_tokens == 5

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headrace import LLM, SamplingParams
-from headrace.errors import UsageError
+from headrace.errors import ModelOutputError, UsageError
 from headrace.models.plantlog import sample_log
 from headrace.runtime.config import RuntimeConfig
 from headrace.runtime.pace import Origin, costs_of
@@ -297,9 +297,13 @@ def test_a_request_says_how_much_and_from_where(plain: LLM, eager: LLM) -> None:
     few = eager.generate(LOOP, SamplingParams(**base, speculate=1))
     assert few.speculation is not None
     assert all(len(c.proposed) == 1 for c in few.speculation.sources.values())
-    drafted = eager.generate(LOOP, SamplingParams(**base, sources="draft"))
-    assert drafted.speculation is not None and not drafted.speculation.proposed, "there is none"
-    assert off.token_ids == few.token_ids == drafted.token_ids
+    assert off.token_ids == few.token_ids
+    with pytest.raises(UsageError, match="the bundle has none"):
+        eager.generate(LOOP, SamplingParams(**base, sources="draft"))
+    with plain.session() as session:
+        with pytest.raises(UsageError, match="loaded with speculate='off'"):
+            session.generate(LOOP, SamplingParams(**base, speculate=4))
+        assert session.num_tokens == 0, "nothing was changed"
     with pytest.raises(UsageError, match="loaded with speculate='off'"):
         plain.generate(LOOP, SamplingParams(**base, speculate=4))
 
@@ -356,3 +360,39 @@ def test_trees_leave_no_trace(
     with eager.session("stream", sinks=16, window=32, unit=16, exactness="tree") as stream:
         # Not the truth any more once something was evicted, so most of it is rejected there.
         assert len(stream.generate(LOOP, replace(params, max_tokens=120)).token_ids) == 120
+
+
+def test_closing_a_model_with_a_corpus_ends_its_answers_in_one_line(
+    endless_bundle: Path, shared_cache: Path, tmp_path: Path, command: CommandLine
+) -> None:
+    corpus, prior = tmp_path / "corpus.txt", tmp_path / "prior"
+    corpus.write_text("x y x y " * 200)
+    assert command("prior", "build", corpus, "-o", prior, "--bundle", endless_bundle).code == 0
+    # A text will do for a path.
+    llm = LLM(endless_bundle, cache=shared_cache, ctx=512, speculate=8, prior=str(prior))
+    answer = llm.generate("x y x y x", SamplingParams(max_tokens=200, ignore_eos=True), stream=True)
+    next(answer)
+    llm.close()
+    with pytest.raises(UsageError, match="closed"):
+        for _ in answer:
+            pass
+
+
+def test_an_error_in_a_pass_leaves_what_was_given_out(
+    eager: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    answer = eager.generate(LOOP * 3, params, stream=True)
+    given_out = [t for _ in range(5) for t in next(answer).token_ids]
+    forward = eager.backend.forward
+
+    def spoilt(rows: Any) -> Any:
+        logits = forward(rows)
+        logits[min(1, len(logits) - 1) :] = np.nan
+        return logits
+
+    monkeypatch.setattr(eager.backend, "forward", spoilt)
+    with pytest.raises(ModelOutputError):
+        for delta in answer:
+            given_out += delta.token_ids
+    assert list(answer.completion.token_ids) == given_out

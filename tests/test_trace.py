@@ -135,7 +135,7 @@ def test_stats_say_why_the_draft_is_not_asked(
 ) -> None:
     with LLM(twin_bundle, cache=shared_cache) as llm:
         assert llm.engine.speculation is not None and llm.engine.speculation.drafter is not None
-        llm.engine.speculation.drafter.give_up("a pass took longer than 5 s")
+        llm.engine.speculation.drafter.broken = "a pass took longer than 5 s"
         answer = llm.generate("x y x y", SamplingParams(max_tokens=8), stream=True)
         measured = run_measured(answer, llm.backend, lambda text: None)
         print_stats(measured, llm.engine)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import headrace
+from headrace.commands.figures import say_if_broken
 from headrace.commands.flags import runtime_config, runtime_flags
 from headrace.commands.run import require_writable
 from headrace.commands.terminal import print_facts, print_table, reporter, say
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from headrace.runtime.bench import Figures
     from headrace.runtime.llm import LLM
     from headrace.runtime.workloads import Log
+
+_PLOT_SUFFIXES = (".png", ".pdf", ".svg")
 
 _SHOWN_ROWS = (1, 2, 3, 4, 6, 8, 12, 16)
 
@@ -98,6 +101,11 @@ def command(
     texts = [_read_log(path) for path in (*logs, *more_logs)]
     if plot is not None:
         _require_matplotlib()
+        if plot.suffix not in _PLOT_SUFFIXES:
+            raise UsageError(
+                f"--plot: got {plot.name}, allowed are names that end with "
+                f"{', '.join(_PLOT_SUFFIXES)}"
+            )
         require_writable("--plot", plot)
 
     from headrace.runtime.bench import Bench
@@ -116,13 +124,14 @@ def command(
             "rounds": rounds,
             "max_tokens": max_tokens,
         }
-    if plot is not None:
-        _plot(figures, about, plot)
+        say_if_broken(llm)
     if as_json:
         workloads = [f.to_json() for f in figures]
         print(json.dumps({**about, "workloads": workloads}, ensure_ascii=False), flush=True)
     else:
         _print(figures, about)
+    if plot is not None:
+        _plot(figures, about, plot)
 
 
 def _read_log(path: Path) -> Log:
@@ -232,9 +241,5 @@ def _plot(figures: Sequence[Figures], about: dict[str, Any], path: Path) -> None
     axes.set_ylabel("times as fast")
     axes.set_title(f"{about['model']} {about['quant']}, {about['machine']}", fontsize=10)
     axes.legend(fontsize=8, frameon=False)
-    try:
-        figure.savefig(path, dpi=100)
-    except ValueError as error:
-        raise UsageError(f"--plot: {path}: {error}") from error
-    finally:
-        pyplot.close(figure)
+    figure.savefig(path, dpi=100)
+    pyplot.close(figure)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from headrace.commands.figures import say_if_broken
 from headrace.commands.flags import read_text_file, runtime_config, runtime_flags
 from headrace.commands.terminal import Reporter, print_table, reporter, say
 from headrace.errors import UsageError
@@ -139,12 +140,13 @@ def _part(
         for case in cases:
             yield check.run(llm, case)
             report.advance()
+        say_if_broken(llm)
 
 
 def _print(results: list[Result]) -> None:
     columns = [
         "accept", "exactness", "source", "tokens a pass", "drafting", "session", "answers", "temp.",
-        "prompts", "tokens", "proposed", "identical", "compared", "verdict",
+        "prompts", "tokens", "accepted", "identical", "compared", "verdict",
     ]  # fmt: skip
     print_table("", columns, list(map(_row, results)), numbers=frozenset((7, 8, 9, 10, 11)))
 

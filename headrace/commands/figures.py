@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from headrace.commands.terminal import print_facts, print_table, size
+from headrace.commands.terminal import print_facts, print_table, say, size
 from headrace.runtime import memory
 from headrace.runtime.answer import Answer
 from headrace.runtime.backend import Backend
 from headrace.runtime.drafter import Drafter
 from headrace.runtime.engine import Engine, KvStats
 from headrace.runtime.request import Completion, SpeculationCounts, TokenLogprob
+
+if TYPE_CHECKING:
+    from headrace.runtime.llm import LLM
 
 
 @dataclass(frozen=True)
@@ -109,6 +113,14 @@ def _draft_facts(completion: Completion, engine: Engine) -> list[tuple[str, str]
         ("drafting", str(drafter.defer)),
         *_draft_troubles(drafter),
     ]
+
+
+def say_if_broken(llm: LLM) -> None:
+    """A draft that is not asked any more has had no part in what was measured since."""
+    speculation = llm.engine.speculation
+    drafter = None if speculation is None else speculation.drafter
+    if drafter is not None and drafter.broken is not None:
+        say(f"the draft was not asked to the end: {drafter.broken}")
 
 
 def _draft_troubles(drafter: Drafter) -> list[tuple[str, str]]:

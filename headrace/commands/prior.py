@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import click
 
 from headrace.commands.terminal import Reporter, print_facts, reporter, size
-from headrace.errors import UsageError
+from headrace.errors import BundleError, UsageError
+from headrace.intact import sha256
 from headrace.models.manifest import TOKENIZER, Bundle
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ def build(files: tuple[Path, ...], output: Path, bundle: Path, force: bool) -> N
         raise UsageError(f"{output}: exists already; choose another name or give --force")
     for path in files:
         _check_text(path)
+        if output.exists() and path.samefile(output):
+            raise UsageError(f"{output} is one of the texts; choose another name for the prior")
     opened = Bundle.open(bundle)
 
     from headrace.runtime.load import load_tokenizer
@@ -70,6 +73,11 @@ def build(files: tuple[Path, ...], output: Path, bundle: Path, force: bool) -> N
 
     tokenizer = load_tokenizer(opened)
     identity = opened.manifest.files[TOKENIZER].sha256
+    if sha256(opened.file(TOKENIZER)) != identity:
+        raise BundleError(
+            f"{opened.file(TOKENIZER)}: its SHA-256 is not the manifest's, so it was damaged or "
+            "edited; export or copy the bundle again"
+        )
     with reporter() as report:
         facts = write_prior(output, _documents(files, tokenizer, report), identity)
     seconds = time.monotonic() - started
