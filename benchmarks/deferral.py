@@ -25,6 +25,9 @@ from headrace.runtime.drafter import Drafter
 from headrace.runtime.request import Completion, DraftCounts
 from headrace.runtime.trace import TRACKS, Trace
 
+_FIRST_SHOWN = 4
+"""Pass of the target at which the plot begins."""
+
 MODES = {"in-line": "off", "deferred": "on"}
 
 Span = tuple[str, str, float, float]
@@ -135,14 +138,15 @@ def plot(path: Path, spans: dict[str, list[Span]], result: dict[str, Any]) -> No
 
     colours = {"host": "tab:gray", "target": "tab:blue", "draft": "tab:orange"}
     rows = [(mode, track) for mode in MODES for track in ("target", "draft", "host")]
-    shown_ms = 400.0
+    shown_ms = 600.0
     figure, axes = plt.subplots(figsize=(9, 3), dpi=100)
     for row, (mode, track) in enumerate(reversed(rows)):
-        begin = spans[mode][0][2]
+        # The first passes are taken up by the draft's reading of the prompt.
+        begin = sorted(s[2] for s in spans[mode] if s[0] == "target")[_FIRST_SHOWN]
         bars = [
             (start - begin, end - start)
             for found, name, start, end in spans[mode]
-            if found == track and name not in ("propose", "wait") and start - begin < shown_ms
+            if found == track and name not in ("propose", "wait") and 0 <= start - begin < shown_ms
         ]
         axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=colours[track])
     axes.set_yticks(range(len(rows)), [f"{mode}: {track}" for mode, track in reversed(rows)])

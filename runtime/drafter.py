@@ -133,10 +133,6 @@ class Drafter:
                 self._thread.start()
         self._queue.put(ask)
 
-    def expected_s(self, want: int, num_behind: int) -> float:
-        """Seconds that a proposal should take."""
-        return want * self.step_s + self.reading_s(num_behind)
-
     def reading_s(self, num_tokens: int) -> float:
         """Seconds that it takes to catch up with a text."""
         return num_tokens * self._text_row_s

@@ -13,6 +13,9 @@ _PATIENCE = 3.0
 """A request waits for this times what its proposal should take, and _GRACE_S."""
 _GRACE_S = 0.01
 
+_READ_AHEAD = 3.0
+"""Steps of the draft; what takes longer to read is not waited for."""
+
 _PAUSE_PASSES = 16
 """Passes without asking where all lanes of the draft were taken."""
 
@@ -52,27 +55,20 @@ class Drafting:
         drafter.notice_hang()
         return drafter.broken is None and (self._last is None or self._last.done.is_set())
 
-    def ask(self, want: int, pays: Pays, *, is_deferred: bool) -> list[tuple[Guess, ...]] | None:
-        """Guesses for each of the next places, up to `want`; None if it failed or is late.
+    def ask(self, want: int, pays: Pays, *, is_deferred: bool) -> list[tuple[Guess, ...]]:
+        """Guesses for each of the next places, up to `want`; none if it failed or is late.
 
         Ends early where another token no longer `pays`.
         """
         drafter = self._drafter
-        ask = Ask(
-            self._place,
-            self._guesser,
-            self._tokens,
-            self._length,
-            self._new,
-            want,
-            pays,
-            is_deferred,
-        )
-        patience = _PATIENCE * drafter.expected_s(want, self._num_behind) + _GRACE_S
         reading_s = drafter.reading_s(self._num_behind)
-        self._last, self._new, self._num_behind = ask, [], 0
+        if reading_s > _READ_AHEAD * drafter.step_s:
+            # A long text is read while the target goes on; what comes after it is asked then.
+            self._submit(0, pays, is_deferred=False)
+            return []
+        patience = _PATIENCE * (want * drafter.step_s + reading_s) + _GRACE_S
         start = time.perf_counter()
-        drafter.submit(ask)
+        ask = self._submit(want, pays, is_deferred=is_deferred)
         with span(drafter.trace, "host", "wait"):
             is_done = ask.done.wait(patience)
         drafter.counts.late += not is_done
@@ -85,6 +81,21 @@ class Drafting:
         # Catching up is not what a token costs.
         drafter.note_wait(max(0.0, waited_s - reading_s), len(chain), is_deferred=is_deferred)
         return chain
+
+    def _submit(self, want: int, pays: Pays, *, is_deferred: bool) -> Ask:
+        ask = Ask(
+            self._place,
+            self._guesser,
+            self._tokens,
+            self._length,
+            self._new,
+            want,
+            pays,
+            is_deferred,
+        )
+        self._last, self._new, self._num_behind = ask, [], 0
+        self._drafter.submit(ask)
+        return ask
 
     def close(self) -> None:
         """Another request may have the lane."""

@@ -24,8 +24,9 @@ _ROUNDS = 11  # the first of them warms up
 _MEASURED_S = 8.0
 """No further round is begun after so long."""
 
-_MEMORY = 200.0
-"""Proposed tokens after which an old outcome weighs 1/e of a new one."""
+_MEMORY = 60.0
+"""Proposed tokens after which an old outcome weighs 1/e of a new one: a text's nature changes within
+fewer than a hundred tokens, from a log's lines to an operator's question."""
 
 _DEPTH_STEPS = (2, 3, 5, 9)
 """Depths from which acceptance is kept apart; the first token is depth 1."""

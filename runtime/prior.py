@@ -17,6 +17,7 @@ import time
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 ORDERS = (12, 6, 3, 2)
 """Lengths of the n-grams that are indexed, the longest first."""
@@ -113,16 +114,19 @@ class NgramTables:
     def _matches(self, context: Sequence[int], most: int) -> Iterator[Match]:
         """One for each place that the orders point at, the longest order first."""
         before = _EMPTY
-        for order, table in zip(ORDERS, self._tables, strict=True):
-            if order > len(context):
-                continue
-            place = table[_hash(context[-order:]) & self._mask]
+        for order, table, key in self._by_order(_hashes(context[: -ORDERS[0] - 1 : -1])):
+            place = table[key & self._mask]
             if place == before:
                 continue
             length = self._agreement(context, place)
             if length >= order and (after := self._after(place, most)):
                 before = place
                 yield Match(length, after)
+
+    def _by_order(self, hashes: Sequence[int]) -> Iterator[tuple[int, Any, int]]:
+        """(order, table, hash) for what `_hashes` gives, the longest order first."""
+        first = len(ORDERS) - len(hashes)
+        return zip(ORDERS[first:], self._tables[first:], hashes, strict=True)
 
     def _continued(self, context: Sequence[int], first: Match, most: int) -> Match:
         if len(first.continuation) == most:
@@ -201,9 +205,11 @@ class NgramIndex(NgramTables):
     def _index_last(self) -> None:
         """Indexes the n-grams that end with the last token, now that another one follows it."""
         last = self._size - 1
-        for order, table in zip(ORDERS, self._tables, strict=True):
-            if order <= self._text_len:
-                table[_hash(self._slice(last + 1 - order, last + 1)) & self._mask] = last
+        start = last + 1 - min(ORDERS[0], self._text_len)
+        if start > last:
+            return
+        for _, table, key in self._by_order(_hashes(self._slice(start, last + 1)[::-1])):
+            table[key & self._mask] = last
 
 
 class SharedIndex:
@@ -243,9 +249,15 @@ class SharedIndex:
             return self._index.candidates(context, most, count)
 
 
-def _hash(token_ids: Sequence[int]) -> int:
-    """32 bits of an n-gram; headrace.runtime.prior_file has the same for many at once."""
-    key = 0
-    for token_id in token_ids:
+def _hashes(newest_first: Sequence[int]) -> list[int]:
+    """32 bits of each n-gram of ORDERS that a text ends with, as far as it is long enough for them.
+
+    From the text's last token backwards, so that one walk gives all of them;
+    headrace.runtime.prior_file has the same for many at once.
+    """
+    key, found = 0, list[int]()
+    for length, token_id in enumerate(newest_first, 1):
         key = ((key ^ token_id) * MULTIPLIER) & _WORD
-    return key >> 32
+        if length in ORDERS:
+            found.insert(0, key >> 32)
+    return found

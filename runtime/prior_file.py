@@ -262,7 +262,7 @@ def ngram_hashes(tokens: npt.NDArray[np.uint32], order: int) -> npt.NDArray[np.u
     """The hash of the `order` tokens at each place, [len(tokens) - order + 1]."""
     num_ngrams = max(0, len(tokens) - order + 1)
     keys = np.zeros(num_ngrams, np.uint64)
-    for i in range(order):
+    for i in reversed(range(order)):  # from the last token backwards
         keys ^= tokens[i : i + num_ngrams]
         keys *= np.uint64(MULTIPLIER)  # modulo 2^64
     return keys >> np.uint64(32)

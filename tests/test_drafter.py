@@ -160,7 +160,7 @@ def test_a_draft_that_hangs_holds_nothing_up(
             assert said(drafted.generate(PROMPT, PARAMS)) == said(expected)
         assert time.perf_counter() - start < 30, "the hang takes 60 s"
         drafter = drafter_of(drafted)
-        assert drafter.counts.late == 1, "it is not asked again before it has answered"
+        assert 1 <= drafter.counts.late <= 3, "no request asks again before it was answered"
         assert drafter.broken is not None and "took longer" in drafter.broken
         start = time.perf_counter()
         drafted.close()
