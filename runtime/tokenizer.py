@@ -182,6 +182,12 @@ class Tokenizer:
 
         Raises UsageError for an id outside the vocabulary.
         """
+        known = self._bytes.get(token_id)
+        if known is None:
+            known = self._bytes[token_id] = self._bytes_of(token_id)
+        return known
+
+    def _bytes_of(self, token_id: int) -> bytes:
         if not 0 <= token_id < self.vocab_size:
             raise UsageError(f"token id {token_id} is outside 0 to {self.vocab_size - 1}")
         if (added := self._added.get(token_id)) is not None:
@@ -232,6 +238,11 @@ class Tokenizer:
                 ids.append(self._control_ids[name])
                 start = match.end()
         return ids
+
+    @cached_property
+    def _bytes(self) -> dict[int, bytes]:
+        """What was asked so far; at most the vocabulary."""
+        return {}
 
     @cached_property
     def _ends_segment(self) -> dict[int, bool]:
