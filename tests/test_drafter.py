@@ -7,10 +7,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tiny_pairs import NUM_TOKENS, VOCAB_SIZE, pair, permuted
 
 from headrace import LLM, SamplingParams
 from headrace.runtime import drafter as drafter_module
@@ -18,7 +20,7 @@ from headrace.runtime.backend import Backend
 from headrace.runtime.batch import F32, LaneRows
 from headrace.runtime.defer import DeferChoice
 from headrace.runtime.drafter import Drafter
-from headrace.runtime.request import Completion
+from headrace.runtime.request import Accept, Completion, LogitBias
 from headrace.runtime.trace import Trace
 
 PARAMS = SamplingParams(max_tokens=60, ignore_eos=True, logprobs=2, seed=4)
@@ -285,3 +287,28 @@ def test_the_faster_mode_is_taken() -> None:
         share = sum(is_deferred is faster for is_deferred in taken) / len(taken)
         assert 0.8 < share < 1.0, "and the other is tried again now and then"
     assert DeferChoice("on").is_deferred and not DeferChoice("off").is_deferred
+
+
+@pytest.mark.parametrize("accept", ["coupled", "rejection"])
+@pytest.mark.parametrize("is_trimmed", [False, True], ids=["whole", "trimmed"])
+def test_a_draft_with_other_ids(
+    accept: Accept, is_trimmed: bool, tmp_path: Path, shared_cache: Path, corpus: Path
+) -> None:
+    """The target's twin with its tokens renumbered, and with few of them in its head."""
+    new_ids = np.random.default_rng(3).permutation(VOCAB_SIZE)
+    source = permuted("llama", tmp_path / "draft", new_ids)
+    keep = 260 if is_trimmed else None
+    bundle = pair(tmp_path / "pair", source, keep=keep, corpus=[corpus] if keep else []).path
+    # Rows of the target's head that are no token: the draft could not read them.
+    no_tokens = LogitBias({token_id: -100.0 for token_id in range(NUM_TOKENS, VOCAB_SIZE)})
+    params = replace(WARM, accept=accept, temperature=0.0, logit_bias=no_tokens)
+    with LLM(bundle, cache=shared_cache, speculate="off") as llm:
+        expected = llm.generate(PROMPT, replace(params, accept="coupled"))
+    with LLM(bundle, cache=shared_cache, speculate=4) as llm:
+        answer = llm.generate(PROMPT, params)
+        warm = llm.generate(PROMPT, replace(params, temperature=0.8))
+    assert said(answer) == said(expected)
+    for found in (answer, warm):
+        assert found.speculation is not None
+        # A token that the draft cannot say is never accepted, all others are.
+        assert found.speculation.accepted > (10 if is_trimmed else 30)
