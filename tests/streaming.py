@@ -147,7 +147,8 @@ def one_pass(engine: Engine, stream: Sequence, step: Step) -> F32:
         ids = stream.pending[: min(room, step.num_tokens)]
         rows = [*ids, *step.rejected][:room]
         wanted = tuple(range(len(ids)))
-        logits = engine.passes.run(stream.lane_rows(lane, rows, wanted))
+        # They hold until the turn ends.
+        logits = engine.passes.run(stream.lane_rows(lane, rows, wanted)).copy()
         stream.commit(lane, ids)
     return logits
 
