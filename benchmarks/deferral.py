@@ -4,8 +4,8 @@
                                   [--tokens 96] [--rounds 5] [--plot out.png] [--json]
 
 PAIR is a bundle with a draft. In turns, in one process: plain decoding without padding, padded, then
-`--propose` tokens from the draft alone a pass, in-line and deferred. Speeds are decode tokens a
-second; ratios are medians over the rounds. --plot draws what target, draft and host did in the last
+`--propose` tokens from the draft alone a pass, in-line and deferred. Speeds are tokens a second after
+the first SKIPPED of an answer, while the draft reads the prompt; ratios are medians over the rounds. --plot draws what target, draft and host did in the last
 round of each mode, on one time axis. The last line of --json is one object.
 """
 
@@ -15,6 +15,8 @@ import argparse
 import dataclasses
 import json
 import statistics
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +27,7 @@ from headrace.runtime.drafter import Drafter
 from headrace.runtime.request import Completion, DraftCounts
 from headrace.runtime.trace import TRACKS, Trace
 
-_FIRST_SHOWN = 4
-"""Pass of the target at which the plot begins."""
+SKIPPED = 64
 
 MODES = {"in-line": "off", "deferred": "on"}
 
@@ -50,6 +51,16 @@ def busy_share(spans: list[Span], track: str) -> float:
     return sum(signs.get(s[1], 1) * (s[3] - s[2]) for s in spans if s[0] == track) / whole
 
 
+@dataclass(frozen=True)
+class Part:
+    """An answer, and figures of what comes after its first tokens."""
+
+    completion: Completion
+    tokens: int
+    passes: int
+    tokens_per_s: float
+
+
 def measure(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, list[Span]]]:
     trace = Trace()
     with LLM(
@@ -65,24 +76,23 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, list[Sp
         speculation = llm.engine.speculation
         assert speculation is not None and speculation.drafter is not None, "no draft in the bundle"
         drafter = speculation.drafter
-        base = {"max_tokens": args.tokens, "ignore_eos": True}
+        base = {"max_tokens": SKIPPED + args.tokens, "ignore_eos": True}
         drafted = SamplingParams(**base, sources="draft", speculate=args.propose)
         plain = {
             "plain": SamplingParams(**base, speculate="off", exactness="tree"),
             "padded": SamplingParams(**base, speculate="off"),
         }
-        prompt = sample_log(12)
+        prompt = sample_log(2)
         speeds: dict[str, list[float]] = {}
-        last: dict[str, Completion] = {}
+        last: dict[str, Part] = {}
         spans: dict[str, list[Span]] = {}
         counts: dict[str, DraftCounts] = {}
         for turn in range(args.rounds + 1):
             for mode, params in (*plain.items(), *((m, drafted) for m in MODES)):
-                answer = run(llm, drafter, prompt, params, mode, trace, spans, counts)
-                last[mode] = answer
+                last[mode] = run(llm, drafter, prompt, params, mode, trace, spans, counts)
                 if turn:  # the first warms up
-                    speeds.setdefault(mode, []).append(answer.timings.decode_tokens_per_s)
-        texts = {m: last[m].token_ids for m in ("padded", *MODES)}
+                    speeds.setdefault(mode, []).append(last[mode].tokens_per_s)
+        texts = {m: last[m].completion.token_ids for m in ("padded", *MODES)}
         assert len(set(texts.values())) == 1, "speculation changed the text"
     result: dict[str, Any] = {
         "draft_step_over_pass": drafter.step_s / speculation.pace.costs()[0],
@@ -92,10 +102,10 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, list[Sp
         "modes": {},
     }
     for mode in MODES:
-        found = last[mode].speculation
+        found = last[mode].completion.speculation
         assert found is not None
         result["modes"][mode] = {
-            "tokens_per_pass": args.tokens / found.passes,
+            "tokens_per_pass": last[mode].tokens / last[mode].passes,
             "accepted": found.accepted,
             "proposed": found.proposed,
             "waited_s": found.draft_wait_s,
@@ -114,16 +124,21 @@ def run(
     trace: Trace,
     spans: dict[str, list[Span]],
     counts: dict[str, DraftCounts],
-) -> Completion:
-    """One answer; its spans after the first token, and the draft's counts."""
+) -> Part:
+    """One answer's end, its spans, and the draft's counts."""
     drafter.defer = DeferChoice(MODES.get(mode, "off"))
-    drafter.counts = DraftCounts()
+    tokens = passes = 0
     with llm.generate(prompt, params, stream=True) as answer:
-        next(answer)
+        skipped = 0
+        while skipped < SKIPPED:
+            skipped += len(next(answer).token_ids)
         trace.clear()
-        completion = answer.result()
-    spans[mode], counts[mode] = spans_of(trace), drafter.counts
-    return completion
+        before, start = dataclasses.replace(drafter.counts), time.perf_counter()
+        for delta in answer:
+            tokens, passes = tokens + len(delta.token_ids), passes + 1
+        seconds = time.perf_counter() - start
+    spans[mode], counts[mode] = spans_of(trace), drafter.counts.since(before)
+    return Part(answer.completion, tokens, passes, tokens / seconds)
 
 
 def ratio(of: list[float], to: list[float]) -> float:
@@ -141,8 +156,7 @@ def plot(path: Path, spans: dict[str, list[Span]], result: dict[str, Any]) -> No
     shown_ms = 600.0
     figure, axes = plt.subplots(figsize=(9, 3), dpi=100)
     for row, (mode, track) in enumerate(reversed(rows)):
-        # The first passes are taken up by the draft's reading of the prompt.
-        begin = sorted(s[2] for s in spans[mode] if s[0] == "target")[_FIRST_SHOWN]
+        begin = min(s[2] for s in spans[mode] if s[0] == "target")
         bars = [
             (start - begin, end - start)
             for found, name, start, end in spans[mode]
