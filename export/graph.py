@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
+from headrace.closing import Closing
 from headrace.models.iospec import TensorSpec
 
 OPSET = 23  # RotaryEmbedding with per-row cos and sin
@@ -20,7 +20,7 @@ _INLINE_BYTES = 1024
 _ALIGNMENT = 4096  # whole pages, so that a mapped tensor shares none with another
 
 
-class GraphBuilder:
+class GraphBuilder(Closing):
     """Appends nodes in order and returns value names; use as a context manager.
 
     Initialisers over 1 KiB go to `<stem>.data` beside the graph as they come, so a model never
@@ -37,15 +37,7 @@ class GraphBuilder:
         """Names that several nodes use and that exist already."""
         self._prefix = ""
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         self._file.close()
 
     def scope(self, prefix: str) -> None:

@@ -18,7 +18,7 @@ from headrace.runtime.draft import draft_capacity
 from headrace.runtime.kv import PoolShape
 from headrace.runtime.ort import MAX_BINDINGS, MAX_ROWS, MAX_WANTED
 from headrace.runtime.overhead import Overhead
-from headrace.runtime.prior import DEFAULT_CAPACITY, INDEX_BYTES, NgramIndex
+from headrace.runtime.prior import DEFAULT_CAPACITY, INDEX_BYTES, capacity_for
 from headrace.sizes import KIB, Bytes, show_size
 
 Basis = Literal["exact", "measured", "estimated"]
@@ -186,7 +186,7 @@ def bill(facts: Facts, config: RuntimeConfig, limit: Limit) -> Bill:
 
 def _speculation(facts: Facts, config: RuntimeConfig) -> list[Line]:
     """Of the draft, if there is one, and of the indexes that are looked up."""
-    own = NgramIndex.holding(2 * config.capacity(facts.config)).capacity
+    own = capacity_for(2 * config.capacity(facts.config))
     indexes = (DEFAULT_CAPACITY + config.lanes * own) * INDEX_BYTES
     lines = [Line("lookup", indexes, False, "exact", f"{config.lanes} requests and one they share")]
     if facts.draft is None:

@@ -117,11 +117,6 @@ def default_placement(
     return Placement(threads=threads)
 
 
-def big_cores(cpuinfo: str, allowed: Cpus, capacities: Mapping[int, int] | None = None) -> Cpus:
-    """The fast ones of `allowed`; where all are alike, one CPU of each physical core."""
-    return fast_cores(cpuinfo, allowed, capacities or {}) or one_per_core(cpuinfo, allowed)
-
-
 def fast_cores(cpuinfo: str, allowed: Cpus, capacities: Mapping[int, int]) -> Cpus | None:
     """The fast ones of `allowed`; None where nothing tells cores apart.
 

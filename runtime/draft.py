@@ -161,15 +161,7 @@ class DraftLane:
         """Nodes along `new`, as far as they were computed."""
         path: list[int] = []
         for token_id in new:
-            before = path[-1] if path else -1
-            node = next(
-                (
-                    i
-                    for i, n in enumerate(self.nodes)
-                    if n.parent == before and n.token_id == token_id
-                ),
-                None,
-            )
+            node = self.child(path[-1] if path else -1, token_id)
             if node is None:
                 break
             path.append(node)
@@ -252,7 +244,7 @@ class DraftLane:
         return tokens[::-1]
 
     def child(self, node: int, token_id: int) -> int | None:
-        """The node that was computed for a guess."""
+        """The node that was computed for a token behind `node`; the root is behind -1."""
         for i, n in enumerate(self.nodes):
             if n.parent == node and n.token_id == token_id:
                 return i

@@ -323,10 +323,10 @@ class Drafter:
         return None
 
     def _drop_lane_of(self, place: Place) -> None:
-        for i, owner in enumerate(self._owners):
-            if owner is not None and owner() is place:
-                self._lanes[i].restart()
-                self._owners[i] = None
+        lane = self._owned_by(place)
+        if lane is not None:
+            lane.restart()
+            self._owners[lane.lane] = None
 
 
 def _is_free(owner: weakref.ref[Place] | None) -> bool:

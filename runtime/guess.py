@@ -62,7 +62,6 @@ class Guesser:
         # Drawn tokens must not know the noise that the target draws with; picked ones had better.
         self._seed = drafting_seed(sampler.seed) if self._is_drawn else sampler.seed
         self._counts = sampler.counts()
-        self._row = np.full(head.vocab_size, -np.inf, np.float32)
 
     def follow(self, token_ids: Iterable[int]) -> None:
         """Tokens that have become output."""
@@ -85,8 +84,9 @@ class Guesser:
                 self._counts.pop()
 
     def _mapped(self, logits: Row) -> Row:
-        self._row[self._head.tokens] = logits[self._head.columns]
-        return self._row
+        row = np.full(self._head.vocab_size, -np.inf, np.float32)
+        row[self._head.tokens] = logits[self._head.columns]
+        return row
 
     def _best(self, row: Row) -> tuple[Guess, ...]:
         row = self._sampler.adjusted(row, self._counts).copy()

@@ -43,6 +43,11 @@ _SLICE_TOKENS = 256
 _PAUSE_S = 1e-5
 
 
+def capacity_for(num_tokens: int) -> int:
+    """Of an index that holds so many tokens; at most DEFAULT_CAPACITY."""
+    return min(DEFAULT_CAPACITY, 1 << max(8, (num_tokens - 1).bit_length()))
+
+
 @dataclass(frozen=True)
 class Match:
     """An earlier place whose tokens agree with the last ones."""
@@ -90,18 +95,13 @@ class NgramTables:
         """
         return next(self._matches(context, most), None)
 
-    def propose(self, context: Sequence[int], most: int) -> Match | None:
-        """As `match`, but where a continuation reaches the end of the index or of its text, the
-        context that it makes is looked up again: the way on out of a loop.
-        """
-        first = self.match(context, most)
-        return None if first is None else self._continued(context, first, most)
-
     def candidates(self, context: Sequence[int], most: int, count: int) -> list[Match]:
         """Up to `count` matches whose first tokens differ, the surest first.
 
-        That is what `propose` gives, then what shorter n-grams point at: a later place, after
-        which something else came. There are at most as many as ORDERS.
+        That is what `match` gives, then what shorter n-grams point at: a later place, after which
+        something else came. There are at most as many as ORDERS. Where a continuation reaches the
+        end of the index or of its text, the context that it makes is looked up again: the way on
+        out of a loop.
         """
         found: dict[int, Match] = {}
         for match in self._matches(context, most):
@@ -178,14 +178,13 @@ class NgramIndex(NgramTables):
         assert capacity & (capacity - 1) == 0
         tables = [array("q", [_EMPTY]) * capacity for _ in ORDERS]
         super().__init__(array("I", bytes(4 * capacity)), tables, size=0)
-        self.capacity = capacity
         self._text_len = 0
         """Tokens since the last separator."""
 
     @classmethod
     def holding(cls, num_tokens: int) -> NgramIndex:
         """One that holds so many tokens, or DEFAULT_CAPACITY if that is less."""
-        return cls(min(DEFAULT_CAPACITY, 1 << max(8, (num_tokens - 1).bit_length())))
+        return cls(capacity_for(num_tokens))
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Appends tokens. About 3 microseconds each."""

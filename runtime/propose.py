@@ -80,10 +80,10 @@ class Room:
 
 def best_chain(offers: Sequence[Proposal], pace: Pace, room: Room) -> tuple[Proposal, Plan]:
     """The beginning of one offer that promises the most tokens a second."""
-    best, best_plan = Proposal(), _plan(pace, np.empty(0), room)
+    best, best_plan = Proposal(), planned(pace, np.empty(0), room)
     for offer in offers:
         reach = offer.reach(pace.acceptance)[: room.most]
-        plan = _plan(pace, reach, room)
+        plan = planned(pace, reach, room)
         if plan.tokens_per_s > best_plan.tokens_per_s or (room.fixed and not len(best)):
             best, best_plan = offer.first(plan.num_tokens), plan
     return best, best_plan
@@ -95,7 +95,7 @@ def best_tree(offers: Sequence[Proposal], pace: Pace, room: Room) -> tuple[Propo
     reach = whole.reach(pace.acceptance)
     # A child is no likelier than its parent, and comes after it where they are equal.
     order = np.argsort(-reach, kind="stable")[: room.most]
-    plan = _plan(pace, reach[order], room)
+    plan = planned(pace, reach[order], room)
     return _part(whole, order[: plan.num_tokens], reach), plan
 
 
@@ -152,5 +152,8 @@ def _part(whole: Proposal, nodes: npt.NDArray[np.intp], reach: F64) -> Proposal:
     )
 
 
-def _plan(pace: Pace, reach: F64, room: Room) -> Plan:
-    return pace.plan(reach, lanes=room.lanes, least_rows=room.least_rows, fixed=room.fixed)
+def planned(pace: Pace, reach: F64, room: Room, extra_s: float = 0.0) -> Plan:
+    """`Pace.plan` of tokens that become text with the probabilities `reach`."""
+    return pace.plan(
+        reach, lanes=room.lanes, least_rows=room.least_rows, extra_s=extra_s, fixed=room.fixed
+    )

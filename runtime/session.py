@@ -92,7 +92,8 @@ class Session(Closing):
         """Appends `prompt` and continues; every token that is given out becomes context.
 
         An answer that is closed early leaves the session with what it gave out; one that an
-        interrupt ends may leave it with a pass more. Raises as `feed` does, and UsageError when there is nothing to continue.
+        interrupt ends may leave it with a pass more. Raises as `feed` does, and UsageError when
+        there is nothing to continue.
         """
         with self._alone():
             params = self._llm.checked_params(params)

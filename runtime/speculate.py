@@ -23,7 +23,7 @@ from headrace.runtime.guess import Guess, Guesser
 from headrace.runtime.pace import ANY, F64, Origin, Pace, Plan
 from headrace.runtime.prior import MAX_MATCH, Match, NgramIndex, SharedIndex
 from headrace.runtime.prior_file import PriorFile
-from headrace.runtime.propose import Proposal, Room, best_chain, best_tree
+from headrace.runtime.propose import Proposal, Room, best_chain, best_tree, planned
 from headrace.runtime.request import (
     MAX_PROPOSED,
     Accept,
@@ -187,12 +187,10 @@ class Speculator:
         if drafting is None or drafter is None or not drafting.is_possible:
             return None
         is_deferred = drafter.defer.is_deferred
-        wait_s = drafter.wait_s(is_deferred=is_deferred)
         rates = self._pace.acceptance.rates([Origin(SOURCE)] * room.most)
         reach: F64 = np.cumprod(rates, dtype=np.float64)
-        plan = self._pace.plan(
-            reach, lanes=room.lanes, least_rows=room.least_rows, extra_s=wait_s, fixed=room.fixed
-        )
+        wait_s = drafter.wait_s(is_deferred=is_deferred)
+        plan = planned(self._pace, reach, room, wait_s)
         want = plan.num_tokens if plan.tokens_per_s > tokens_per_s or room.fixed else 0
         drafter.passes_unasked += 1
         if not want:

@@ -80,7 +80,7 @@ def test_what_is_no_list_is_one_line(text: str) -> None:
 @pytest.mark.parametrize("capacities", [{}, RK3588_CAPACITIES, dict.fromkeys(EIGHT, 1024)])
 def test_an_rk3588_computes_on_its_four_big_cores(capacities: dict[int, int]) -> None:
     big = (4, 5, 6, 7)
-    assert cores.big_cores(RK3588, EIGHT, capacities) == big
+    assert cores.fast_cores(RK3588, EIGHT, capacities) == big
     for threads, placement in {
         None: Placement(big, 4),
         2: Placement(big, 2),
@@ -91,13 +91,14 @@ def test_an_rk3588_computes_on_its_four_big_cores(capacities: dict[int, int]) ->
 
 
 def test_capacities_alone_tell_cores_apart() -> None:
-    assert cores.big_cores("", EIGHT, RK3588_CAPACITIES) == (4, 5, 6, 7)
+    assert cores.fast_cores("", EIGHT, RK3588_CAPACITIES) == (4, 5, 6, 7)
 
 
 def test_only_allowed_cores_count() -> None:
-    assert cores.big_cores(RK3588, (1, 2, 5), RK3588_CAPACITIES) == (5,)
+    assert cores.fast_cores(RK3588, (1, 2, 5), RK3588_CAPACITIES) == (5,)
     for alike in ((0, 1, 2), (5, 6)):
-        assert cores.big_cores(RK3588, alike, RK3588_CAPACITIES) == alike
+        assert cores.fast_cores(RK3588, alike, RK3588_CAPACITIES) is None
+        assert cores.one_per_core(RK3588, alike) == alike
         placement = cores.default_placement(RK3588, alike, RK3588_CAPACITIES)
         assert placement == Placement(threads=len(alike))
 
@@ -116,7 +117,8 @@ def test_where_cores_are_alike_onnx_runtime_chooses(
     cpuinfo: str, allowed: Cpus, one_each: Cpus
 ) -> None:
     capacities = dict.fromkeys(allowed, 1024)
-    assert cores.big_cores(cpuinfo, allowed) == one_each
+    assert cores.fast_cores(cpuinfo, allowed, {}) is None
+    assert cores.one_per_core(cpuinfo, allowed) == one_each
     assert cores.default_placement(cpuinfo, allowed, capacities) == cores.ANYWHERE
     assert cores.default_placement(cpuinfo, allowed, capacities, 3) == Placement(threads=3)
 

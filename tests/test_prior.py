@@ -80,8 +80,7 @@ def test_a_text_seen_once_is_proposed_whole(text: list[int], most: int) -> None:
 def test_a_loop_is_proposed_beyond_the_end_of_what_was_seen() -> None:
     index = NgramIndex(64)
     index.extend([1, 2, 3, 4] * 3)
-    match = index.propose([1, 2, 3, 4] * 3, 16)
-    assert match is not None
+    (match,) = index.candidates([1, 2, 3, 4] * 3, 16, 1)
     assert match.continuation == (1, 2, 3, 4) * 4
 
 
@@ -136,12 +135,17 @@ def test_candidates_are_different_ways_on(
 
 @given(tokens, contexts, st.integers(1, 20))
 @settings(max_examples=100, deadline=None)
-def test_a_proposal_is_the_first_candidate(text: list[int], context: list[int], most: int) -> None:
+def test_the_first_candidate_is_the_match_and_what_follows_it(
+    text: list[int], context: list[int], most: int
+) -> None:
     index = NgramIndex(CAPACITY)
     index.extend(text)
     for end in (context, text):
-        proposed, candidates = index.propose(end, most), index.candidates(end, most, 3)
-        assert candidates[:1] == ([] if proposed is None else [proposed])
+        match, candidates = index.match(end, most), index.candidates(end, most, 3)
+        assert bool(candidates) == (match is not None)
+        if match is not None:
+            assert candidates[0].length == match.length
+            assert candidates[0].continuation[: len(match.continuation)] == match.continuation
         assert index.candidates(end, most, 1) == candidates[:1]
 
 

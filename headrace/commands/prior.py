@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from headrace.commands.terminal import Reporter, print_facts, reporter, size
-from headrace.errors import BundleError, UsageError
+from headrace.errors import UsageError
 from headrace.intact import sha256
 from headrace.models.manifest import TOKENIZER, Bundle
 
@@ -73,11 +73,9 @@ def build(files: tuple[Path, ...], output: Path, bundle: Path, force: bool) -> N
 
     tokenizer = load_tokenizer(opened)
     identity = opened.manifest.files[TOKENIZER].sha256
-    if sha256(opened.file(TOKENIZER)) != identity:
-        raise BundleError(
-            f"{opened.file(TOKENIZER)}: its SHA-256 is not the manifest's, so it was damaged or "
-            "edited; export or copy the bundle again"
-        )
+    # Of the bundle's files the prior depends on this one alone.
+    where = opened.file(TOKENIZER)
+    opened.verify(lambda path, record: path != where or sha256(path) == record.sha256)
     with reporter() as report:
         facts = write_prior(output, _documents(files, tokenizer, report), identity)
     seconds = time.monotonic() - started
