@@ -229,6 +229,8 @@ class Engine:
             self._end_request(sequence, is_closed)
 
     def _end_request(self, sequence: Sequence, is_closed: bool) -> None:
+        if sequence.lane is not None:
+            self.passes.expect_no_more(sequence.lane)
         if not sequence.is_stream:
             self._room.release(sequence)
             sequence.worst_case = 0
