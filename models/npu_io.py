@@ -1,0 +1,211 @@
+"""The inputs and outputs of a draft's graph for the NPU, and the `.io.json` that states them.
+
+Every boundary tensor is [n, c, h, w] with what the NPU calls channels in `c` and tokens in `w`, so
+that its native layout pads nothing and the compiler adds no layout operators. A token's keys and
+values come back as one small tensor; the host puts them into the *tail*, a small input, and moves
+the tail into the *main* inputs when it is full: a flush of the CPU's cache takes whole buffers.
+
+Names here are the graph's, the compiled model's, and those of the file beside it, all alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace.errors import BundleError
+from headrace.models.config import ModelConfig
+
+FORMAT, VERSION = "headrace-npu-io", 1
+
+ITEM_BYTES = {"float16": 2, "int8": 1}
+NATIVE_CHANNELS = {"float16": 8, "int8": 16}
+"""C2 of NC1HWC2: channels that lie together."""
+
+
+@dataclass(frozen=True)
+class NpuGeometry:
+    """Sizes of a lane, in tokens; one for all variants of a compiled model."""
+
+    sinks: int
+    window: int
+    unit: int
+    """Tokens that are evicted at once (runtime/ring.py)."""
+    nodes: int
+    """Drafted tokens that a lane can hold behind its text."""
+    rows: tuple[int, ...]
+    """Rows of each variant, ascending."""
+
+    @property
+    def main(self) -> int:
+        """Slots of the main inputs."""
+        return self.sinks + self.window
+
+    @property
+    def tail(self) -> int:
+        """Entries of the tail."""
+        return self.unit + self.nodes
+
+    def keys(self, rows: int) -> int:
+        """Columns of a mask: main, tail, and the rows of the pass itself."""
+        return self.main + self.tail + rows
+
+
+@dataclass(frozen=True)
+class NpuTensor:
+    """A boundary tensor of one variant as the graph has it."""
+
+    name: str
+    dims: tuple[int, int, int, int]
+    """[n, c, h, w]."""
+
+
+def npu_inputs(config: ModelConfig, geometry: NpuGeometry, rows: int) -> list[NpuTensor]:
+    """Inputs in graph order, of the variant of `rows` rows."""
+    g, ropes = geometry, [""] + ["_local"] * (config.rope_local is not None)
+    masks = [""] + ["_local"] * config.has_local_layers
+    main = (config.num_kv_heads, config.head_dim, 1, g.main)
+    return [
+        NpuTensor("embeds", (1, config.hidden_size, 1, rows)),
+        *(NpuTensor(f"mask{suffix}", (1, 1, rows, g.keys(rows))) for suffix in masks),
+        *(
+            NpuTensor(f"{name}{suffix}", (1, config.head_dim, 1, rows))
+            for suffix in ropes
+            for name in ("cos", "sin")
+        ),
+        NpuTensor("tail", (kv_planes(config), config.head_dim, 1, g.tail)),
+        *(
+            NpuTensor(name, main)
+            for layer in range(config.num_layers)
+            for name in main_names(layer)
+        ),
+    ]
+
+
+def npu_outputs(config: ModelConfig, rows: int) -> list[NpuTensor]:
+    """Outputs in graph order."""
+    return [
+        NpuTensor("logits", (1, config.num_logits, 1, rows)),
+        NpuTensor("new", (kv_planes(config), config.head_dim, 1, rows)),
+    ]
+
+
+def main_names(layer: int) -> tuple[str, str]:
+    """Of a layer's keys and values."""
+    return f"main.{layer}.key", f"main.{layer}.value"
+
+
+def kv_planes(config: ModelConfig) -> int:
+    """`n` of tail and new: plane (2 * layer + is_value) * kv_heads + head."""
+    return 2 * config.num_layers * config.num_kv_heads
+
+
+@dataclass(frozen=True)
+class NativeTensor:
+    """How the compiled model wants a tensor in memory."""
+
+    name: str
+    dims: tuple[int, int, int, int]
+    type: str
+    """A key of ITEM_BYTES."""
+    native: tuple[int, int, int, int, int]
+    """NC1HWC2: element (n, c, h, w) is at [n, c // C2, h, w, c % C2]."""
+    w_stride: int
+    """Positions from one h to the next; at least W."""
+    size: int
+    """Bytes, padding included."""
+    scale: float = 1.0
+    """int8: value = (code - zero) * scale."""
+    zero: int = 0
+
+    @classmethod
+    def expected(cls, tensor: NpuTensor, kind: str = "float16", *, is_output: bool) -> NativeTensor:
+        """By the rules that Rockchip documents for RK3588 and what compiled models show; what a
+        runtime's queries answer is what counts.
+        """
+        n, c, h, w = tensor.dims
+        c2 = NATIVE_CHANNELS[kind]
+        c1 = -(-c // c2)
+        stride = -(-w // 4) * 4 if is_output and h == 1 else w
+        size = n * c1 * h * stride * c2 * ITEM_BYTES[kind]
+        return cls(tensor.name, tensor.dims, kind, (n, c1, h, w, c2), stride, size)
+
+
+@dataclass(frozen=True)
+class NpuVariant:
+    rows: int
+    inputs: tuple[NativeTensor, ...]
+    outputs: tuple[NativeTensor, ...]
+
+
+@dataclass(frozen=True)
+class NpuIo:
+    """Content of a compiled draft's `.io.json`."""
+
+    platform: str
+    toolkit: str
+    """Version that compiled it; a runtime must be at least as new."""
+    quant: str
+    """fp16 or w8a8."""
+    mask: float
+    """What a mask adds to a score that must not count; 0 to one that does."""
+    geometry: NpuGeometry
+    variants: tuple[NpuVariant, ...]
+
+    @classmethod
+    def expected(
+        cls,
+        config: ModelConfig,
+        geometry: NpuGeometry,
+        *,
+        platform: str,
+        toolkit: str,
+        quant: str,
+        mask: float,
+    ) -> NpuIo:
+        variants = tuple(
+            NpuVariant(
+                rows,
+                tuple(
+                    NativeTensor.expected(t, is_output=False)
+                    for t in npu_inputs(config, geometry, rows)
+                ),
+                tuple(NativeTensor.expected(t, is_output=True) for t in npu_outputs(config, rows)),
+            )
+            for rows in geometry.rows
+        )
+        return cls(platform, toolkit, quant, mask, geometry, variants)
+
+    def save(self, path: Path) -> None:
+        data = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}
+        path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> NpuIo:
+        """Raises BundleError."""
+        try:
+            data = json.loads(path.read_bytes())
+            if (data.pop("format"), data.pop("version")) != (FORMAT, VERSION):
+                raise BundleError(f"{path}: of another version; export the model again")
+            return cls._from_json(data)
+        except (OSError, ValueError, KeyError, TypeError, RecursionError, AttributeError) as error:
+            raise BundleError(f"{path}: cannot be read: {error}; export the model again") from error
+
+    @classmethod
+    def _from_json(cls, data: dict[str, Any]) -> NpuIo:
+        geometry = dict(data["geometry"])
+        geometry["rows"] = tuple(geometry["rows"])
+        variants = tuple(
+            NpuVariant(v["rows"], _tensors(v["inputs"]), _tensors(v["outputs"]))
+            for v in data["variants"]
+        )
+        return cls(**{**data, "geometry": NpuGeometry(**geometry), "variants": variants})
+
+
+def _tensors(data: list[dict[str, Any]]) -> tuple[NativeTensor, ...]:
+    return tuple(
+        NativeTensor(**{**t, "dims": tuple(t["dims"]), "native": tuple(t["native"])}) for t in data
+    )
