@@ -12,6 +12,14 @@
     ├── MemoryLimitError    a model with these settings takes more memory than there is for it
     ├── ExactnessError      bit-exact decoding cannot be had with this model on this machine
     ├── ModelOutputError    a pass failed, or its logits are not numbers
+    ├── NpuError            the NPU, its driver or its library failed
+    │   ├── NpuMissingError         there is no library, or no device
+    │   ├── NpuVersionError         library or driver are too old for the model
+    │   ├── NpuModelError           the library does not take the model
+    │   ├── NpuMemoryError          no memory that the NPU can reach
+    │   ├── NpuTimeoutError         a pass took too long
+    │   ├── NpuDeviceError          a pass or a call failed, or the device went away
+    │   └── NpuCallError            a call with wrong arguments: our own mistake, or a wrong model
     ├── PoolError           a KV block was handed about wrongly: our own mistake, stopped in time
     │   ├── ForeignBlockError       an id that the pool does not have
     │   ├── DoubleFreeError         a block was freed that was free already
@@ -72,6 +80,38 @@ class ExactnessError(HeadraceError):
 
 class ModelOutputError(HeadraceError):
     """A pass of a model failed, or its logits are not numbers."""
+
+
+class NpuError(HeadraceError):
+    """The NPU, its driver or its library failed; a draft on the CPU can go on."""
+
+
+class NpuMissingError(NpuError):
+    """There is no library, or no device."""
+
+
+class NpuVersionError(NpuError):
+    """Library or driver are too old for the model."""
+
+
+class NpuModelError(NpuError):
+    """The library does not take the model, or it is not what its description says."""
+
+
+class NpuMemoryError(NpuError):
+    """No memory that the NPU can reach."""
+
+
+class NpuTimeoutError(NpuError):
+    """A pass took too long."""
+
+
+class NpuDeviceError(NpuError):
+    """A pass or a call failed, or the device went away."""
+
+
+class NpuCallError(NpuError):
+    """The library refused a call's arguments."""
 
 
 class PoolError(HeadraceError):
