@@ -27,8 +27,8 @@ class GraphBuilder(Closing):
     stands in memory twice.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, *, opset: int = OPSET, ir_version: int = IR_VERSION) -> None:
+        self.path, self._opset, self._ir_version = path, opset, ir_version
         self._data_name = path.with_suffix(".data").name
         self._file = (path.parent / self._data_name).open("wb")
         self._nodes: list[onnx.NodeProto] = []
@@ -110,9 +110,9 @@ class GraphBuilder(Closing):
             [_value_info(s) for s in outputs],
             self._initializers,
         )
-        opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid("com.microsoft", 1)]
+        opsets = [helper.make_opsetid("", self._opset), helper.make_opsetid("com.microsoft", 1)]
         model = helper.make_model(graph, opset_imports=opsets, producer_name="headrace")
-        model.ir_version = IR_VERSION
+        model.ir_version = self._ir_version
         self._file.flush()
         self.path.write_bytes(model.SerializeToString())
 

@@ -1,0 +1,112 @@
+"""A text through a draft's NPU graph, by whatever runs it: ONNX Runtime, or the compiler's simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+
+from headrace.export.quantize import F32
+from headrace.export.text import I64
+from headrace.models.config import ModelConfig
+from headrace.models.npu_io import NpuGeometry, main_names, npu_inputs
+from headrace.models.rope import cos_sin
+
+Feeds = dict[str, F32]
+Run = Callable[[int, Feeds], Mapping[str, F32]]
+"""Outputs of the variant with so many rows."""
+
+FP16_MASK, INT8_MASK = -1e4, -30.0
+"""An int8 tensor of scores and masks has one scale: a large constant would leave the scores none."""
+
+
+class NpuText:
+    """Feeds of one text, a pass at a time; keys and values go straight to the main inputs."""
+
+    def __init__(
+        self, config: ModelConfig, geometry: NpuGeometry, embeddings: F32, mask: float
+    ) -> None:
+        """`embeddings` [V, D] as the graph takes them."""
+        self._config, self._geometry = config, geometry
+        self._embeddings, self._mask = embeddings, np.float32(mask)
+        tensors = npu_inputs(config, geometry, 1)
+        self._kv = {
+            t.name: np.zeros(t.dims, np.float32)
+            for t in tensors
+            if t.name == "tail" or t.name.startswith("main.")
+        }
+        self.length = 0
+
+    @property
+    def room(self) -> int:
+        """Tokens that it can still take."""
+        return self._geometry.main - self.length
+
+    def feeds(self, token_ids: I64, rows: int) -> Feeds:
+        """Of the next tokens in a variant of `rows`; rows beyond them see themselves alone."""
+        config, past, num = self._config, self.length, len(token_ids)
+        assert num <= min(rows, self.room)
+        embeds = np.zeros((rows, config.hidden_size), np.float32)
+        embeds[:num] = self._embeddings[token_ids]
+        positions = past + np.arange(rows)
+        feeds = {**self._kv, "embeds": embeds.T[None, :, None]}
+        ropes = {"": config.rope, "_local": config.rope_local}
+        for suffix, rope in ropes.items():
+            if rope is not None:
+                for name, half in zip(("cos", "sin"), cos_sin(rope, positions), strict=True):
+                    feeds[f"{name}{suffix}"] = np.concatenate([half, half], 1).T[None, :, None]
+        first = self._geometry.main + self._geometry.tail
+        mask = np.full((rows, first + rows), self._mask)
+        mask[:, :past] = 0
+        mask[:, first:][np.tril(np.ones((rows, rows), bool))] = 0
+        feeds["mask"] = mask[None, None]
+        if config.has_local_layers:
+            keys = np.concatenate([np.arange(first), positions])
+            far = positions[:, None] - keys[None] >= (config.sliding_window or 0)
+            feeds["mask_local"] = np.where(far, self._mask, mask)[None, None]
+        return feeds
+
+    def commit(self, new: F32, num_rows: int) -> None:
+        """Takes the keys and values of a pass's first rows."""
+        heads = self._config.num_kv_heads
+        names = [n for layer in range(self._config.num_layers) for n in main_names(layer)]
+        for plane, name in enumerate(names):
+            columns = self._kv[name][..., self.length : self.length + num_rows]
+            columns[...] = new[plane * heads : (plane + 1) * heads, ..., :num_rows]
+        self.length += num_rows
+
+
+def passes(
+    run: Run, text: NpuText, token_ids: I64, rows: int
+) -> Iterator[tuple[Feeds, Mapping[str, F32], int]]:
+    """(feeds, outputs, real rows) of each pass over a text that fits the main inputs."""
+    for start in range(0, len(token_ids), rows):
+        chunk = token_ids[start : start + rows]
+        feeds = text.feeds(chunk, rows)
+        outputs = run(rows, feeds)
+        text.commit(outputs["new"], len(chunk))
+        yield feeds, outputs, len(chunk)
+
+
+def text_logits(run: Run, text: NpuText, token_ids: I64, rows: int) -> F32:
+    """Logits [T, num_logits] of a text, `rows` tokens a pass."""
+    found = [
+        np.asarray(outputs["logits"])[0, :, 0, :num].T
+        for _, outputs, num in passes(run, text, token_ids, rows)
+    ]
+    return np.concatenate(found)
+
+
+def ort_run(graph: Path) -> Run:
+    """The graph by ONNX Runtime."""
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    session = ort.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
+    names = [output.name for output in session.get_outputs()]
+
+    def run(rows: int, feeds: Feeds) -> dict[str, F32]:
+        return dict(zip(names, session.run(names, feeds), strict=True))
+
+    return run
