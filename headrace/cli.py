@@ -29,9 +29,12 @@ COMMANDS = {
     "bench": "Measure what speculation gains on this machine.",
     "prior": "Index texts like those in service, so that what they repeat is proposed.",
     "check": "Check on this machine that speculation keeps its promises.",
+    "rknn-env": "Make the environment of Rockchip's toolkit, which compiles drafts for the NPU.",
     "demo": "Export a small model and let it answer and read a log.",
 }
-"""Each is `headrace.commands.<name>.command`, imported on use: some are not for the board."""
+"""Each is `headrace.commands.<name>.command`, with `_` for `-`, imported on use: some are not for
+the board.
+"""
 
 
 _NO_MEMORY = "not enough memory; a smaller --ctx or fewer --lanes need less"
@@ -46,7 +49,7 @@ class _Group(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        module = importlib.import_module(f"headrace.commands.{cmd_name}")
+        module = importlib.import_module(f"headrace.commands.{cmd_name.replace('-', '_')}")
         command: click.Command = module.command
         return command
 

@@ -7,6 +7,7 @@
     ├── BundleError         a bundle is missing, damaged, edited, or of another version
     │   └── TokenizerMismatchError  tokenizer and model disagree
     ├── ExportError         an export ran and failed, e.g. a parity gate
+    │   └── RknnToolkitError        Rockchip's toolkit is missing, or cannot do what is needed
     ├── ContextFullError    a prompt does not fit the context
     ├── PoolFullError       a request's keys and values can never fit the pool as it is used
     ├── MemoryLimitError    a model with these settings takes more memory than there is for it
@@ -60,6 +61,10 @@ class TokenizerMismatchError(BundleError):
 
 class ExportError(HeadraceError):
     """An export ran and failed."""
+
+
+class RknnToolkitError(ExportError):
+    """Rockchip's toolkit is missing, failed, or answered in a way that is not understood."""
 
 
 class ContextFullError(HeadraceError):
