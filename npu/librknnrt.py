@@ -71,14 +71,12 @@ ERRORS: dict[Status, tuple[type[NpuError], str]] = {
 
 class Query(enum.IntEnum):
     IN_OUT_NUM = 0
+    INPUT_ATTR = 1
     SDK_VERSION = 5
     MEM_SIZE = 6
-    NATIVE_INPUT_ATTR = 8
-    NATIVE_OUTPUT_ATTR = 9
-    CURRENT_INPUT_ATTR = 14
+    INPUT_DYNAMIC_RANGE = 13
     CURRENT_NATIVE_INPUT_ATTR = 16
     CURRENT_NATIVE_OUTPUT_ATTR = 17
-    INPUT_ATTR = 1
 
 
 class Flag(enum.IntFlag):
@@ -186,11 +184,25 @@ class MemSize(c.Structure):
     ]
 
 
+class InputRange(c.Structure):
+    """rknn_input_range"""
+
+    _fields_ = [
+        ("index", c.c_uint32),
+        ("shape_number", c.c_uint32),
+        ("fmt", c.c_int),
+        ("name", c.c_char * MAX_NAME),
+        ("dyn_range", (c.c_uint32 * MAX_DIMS) * 512),
+        ("n_dims", c.c_uint32),
+    ]
+
+
 _SIZES = {TensorAttr: 376, TensorMem: 40, InputOutputNum: 8, SdkVersion: 512, RunExtend: 24}
-_SIZES[MemSize] = 64
+_SIZES |= {MemSize: 64, InputRange: 33040}
 _OFFSETS = {
     TensorAttr: {"dims": 8, "name": 72, "n_elems": 328, "fmt": 336, "zp": 352, "scale": 356},
     TensorMem: {"phys_addr": 8, "fd": 16, "size": 24, "priv_data": 32},
+    InputRange: {"name": 12, "dyn_range": 268, "n_dims": 33036},
     RunExtend: {"non_block": 8, "timeout_ms": 12, "fence_fd": 16},
 }
 _OFFSETS[TensorAttr] |= {"w_stride": 360, "size_with_stride": 364, "h_stride": 372}
@@ -346,6 +358,12 @@ class Context(Closing):
         attr = TensorAttr(index=index)
         self._query(query, attr)
         return attr
+
+    def shapes(self, index: int) -> InputRange:
+        """What an input may have as its dims, variant by variant."""
+        found = InputRange(index=index)
+        self._query(Query.INPUT_DYNAMIC_RANGE, found)
+        return found
 
     def _query(self, query: Query, into: c.Structure) -> None:
         self.library.call("rknn_query", self.handle, int(query), c.byref(into), c.sizeof(into))

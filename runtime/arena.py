@@ -84,6 +84,14 @@ class Arena:
         """[2, layers, kv_heads, num_rows, head_dim] of one lane, a view."""
         return self.whole[:, :, lane, :, start : start + num_rows]
 
+    def read(self, lane: int, start: int, num_rows: int) -> KV:
+        """`rows`, a copy."""
+        return self.rows(lane, start, num_rows).copy()
+
+    def write(self, lane: int, start: int, rows: KV) -> None:
+        """The way back."""
+        self.rows(lane, start, rows.shape[3])[...] = rows
+
     def move(self, lane: int, source: range, destination: range) -> None:
         """Copies slots of a lane to others, as many, that do not overlap."""
         target = self.rows(lane, destination.start, len(destination))

@@ -1,4 +1,4 @@
-"""Backend: the seam between the engine and what runs a model (ONNX Runtime here, an NPU later)."""
+"""The seam between the engine and what runs a model: ONNX Runtime, or for a draft the NPU."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from headrace.runtime.arena import Arena
+from headrace.runtime.arena import KV, Arena
 from headrace.runtime.batch import F32, LaneRows
 
 
@@ -33,16 +33,36 @@ class BackendFacts:
     """Whether a row's logits are the same bits however it came to be computed."""
 
 
-class Backend(Protocol):
+class KvMemory(Protocol):
+    """Lanes' keys and values, wherever they are."""
+
+    def read(self, lane: int, start: int, num_rows: int) -> KV:
+        """A copy of slots from `start` on, [2, layers, kv_heads, num_rows, head_dim]."""
+        ...
+
+    def write(self, lane: int, start: int, rows: KV) -> None:
+        """The way back."""
+        ...
+
+    def gather(self, lane: int, sources: Sequence[int], start: int) -> None:
+        """Slots `sources` become `start`, `start` + 1, …; the others behind those hold nothing any
+        more, and neither do the sources.
+        """
+        ...
+
+    def move(self, lane: int, source: range, destination: range) -> None:
+        """Slots become others, as many, that do not overlap; the sources hold nothing any more."""
+        ...
+
+
+class LaneBackend(Protocol):
     """Runs passes over one model whose KV it owns."""
 
     @property
     def facts(self) -> BackendFacts: ...
 
     @property
-    def arena(self) -> Arena:
-        """Where its lanes' keys and values are."""
-        ...
+    def arena(self) -> KvMemory: ...
 
     @property
     def seconds_in_passes(self) -> float:
@@ -59,3 +79,12 @@ class Backend(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class Backend(LaneBackend, Protocol):
+    """One with an arena that blocks are staged into and parked from: the target's."""
+
+    @property
+    def arena(self) -> Arena:
+        """Where its lanes' keys and values are."""
+        ...

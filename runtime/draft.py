@@ -15,11 +15,12 @@ import numpy as np
 
 from headrace.models.config import ModelConfig
 from headrace.models.vocab_map import NO_TOKEN, VocabMap
-from headrace.runtime.backend import Backend
+from headrace.runtime.arena import KV
+from headrace.runtime.backend import LaneBackend
 from headrace.runtime.batch import F32, I64, LaneRows
 from headrace.runtime.blocks import BLOCK_TOKENS
 from headrace.runtime.guess import Guess, Guesser, Head
-from headrace.runtime.kv import PoolArrays, PoolShape
+from headrace.runtime.kv import SinkRotation
 from headrace.runtime.ring import RingLayout, RingState
 
 MAX_NODES = 48
@@ -62,11 +63,18 @@ class Node:
 class DraftModel:
     """A backend with the map to the target's tokens."""
 
-    def __init__(self, backend: Backend, config: ModelConfig, kv: str, vocab_map: VocabMap) -> None:
-        self.backend, self.config = backend, config
-        self.layout = draft_layout(config)
-        sinks = self.layout.sinks // BLOCK_TOKENS
-        self.arrays = PoolArrays(PoolShape(config, kv, sinks * backend.facts.lanes))
+    def __init__(
+        self,
+        backend: LaneBackend,
+        config: ModelConfig,
+        kv: str,
+        vocab_map: VocabMap,
+        layout: RingLayout,
+    ) -> None:
+        """A lane of the backend holds `layout`, and nodes in what it has beyond."""
+        self.backend, self.config, self.layout = backend, config, layout
+        self.max_nodes = backend.facts.capacity - layout.capacity
+        self.rotation = SinkRotation(config, kv)
         self.pass_began: float | None = None
         """When the pass that is running began."""
         self.head = Head.of(vocab_map)
@@ -90,7 +98,6 @@ class DraftModel:
     def close(self) -> None:
         """May be called again."""
         self.backend.close()
-        self.arrays.close()
 
 
 @dataclass(eq=False)
@@ -101,6 +108,8 @@ class DraftLane:
     lane: int
     guesser: Guesser | None = None
     state: RingState = field(init=False)
+    sinks: KV | None = None
+    """Keys and values of the sinks as they were computed, from the first eviction on."""
     nodes: list[Node] = field(default_factory=list)
     """Parents before children; the first is the root, unless there are none."""
     length: int = 0
@@ -130,7 +139,7 @@ class DraftLane:
         self.nodes.clear()
 
     def restart(self) -> None:
-        self.state, self.length = RingState(self.model.layout), 0
+        self.state, self.length, self.sinks = RingState(self.model.layout), 0, None
         self.nodes.clear()
         self.kept.clear()
 
@@ -198,23 +207,15 @@ class DraftLane:
             after, eviction = self.state.commit(step)
             left -= step
             if eviction is not None:
-                if not self.state.num_evictions:
-                    self._save_sinks()
+                if self.sinks is None:
+                    self.sinks = arena.read(self.lane, 0, layout.sinks)
                 arena.move(self.lane, eviction.source, eviction.destination)
-                self.model.arrays.load_sinks(
-                    self._sink_blocks(), arena, self.lane, eviction.sink_shift
-                )
+                # From the pristine copy each time: roundings would add up.
+                keys = self.model.rotation.shifted(self.sinks[0], eviction.sink_shift)
+                arena.write(self.lane, 0, np.stack([keys, self.sinks[1].astype(keys.dtype)]))
                 behind = range(layout.capacity, layout.capacity + left + len(self.nodes))
                 arena.gather(self.lane, behind, layout.tail_start)
             self.state = after
-
-    def _sink_blocks(self) -> list[int]:
-        per_lane = self.state.layout.sinks // BLOCK_TOKENS
-        return list(range(self.lane * per_lane, (self.lane + 1) * per_lane))
-
-    def _save_sinks(self) -> None:
-        for entry, block in enumerate(self._sink_blocks()):
-            self.model.arrays.store(block, self.model.backend.arena, self.lane, entry)
 
     def _feed(self, new: Sequence[int]) -> None:
         """Computes tokens of the text; the last becomes the root. There are no nodes."""
@@ -233,7 +234,7 @@ class DraftLane:
 
     @property
     def has_room(self) -> bool:
-        return len(self.nodes) < MAX_NODES
+        return len(self.nodes) < self.model.max_nodes
 
     def path(self, node: int) -> list[int]:
         """Tokens from behind the root to `node`."""
@@ -253,7 +254,7 @@ class DraftLane:
     def compute(self, wanted: Sequence[tuple[int, Guess, float]]) -> None:
         """One pass that makes nodes of guesses: (node they stand behind, guess, its reach)."""
         first = len(self.nodes)
-        assert first + len(wanted) <= MAX_NODES
+        assert first + len(wanted) <= self.model.max_nodes
         for parent, guess, reach in wanted:
             depth = self.nodes[parent].depth + 1
             self.nodes.append(Node(guess.token_id, parent, depth, reach))

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from headrace.runtime.defer import DeferChoice
-from headrace.runtime.draft import MAX_NODES, DraftLane, DraftModel, frontier
+from headrace.runtime.draft import DraftLane, DraftModel, frontier
 from headrace.runtime.guess import Guess, Guesser
 from headrace.runtime.pace import ANY, Acceptance, Origin, PassCosts
 from headrace.runtime.request import DraftCounts
@@ -269,7 +269,7 @@ class Drafter:
             if reach >= _LEAST_REACH:
                 outcomes.append((node, guess, reach))
         outcomes.sort(key=lambda outcome: -outcome[2])
-        outcomes = outcomes[: min(self._width, MAX_NODES - len(lane.nodes))]
+        outcomes = outcomes[: min(self._width, self.model.max_nodes - len(lane.nodes))]
         if outcomes:
             self._compute(lane, outcomes)
         return bool(outcomes)

@@ -13,10 +13,10 @@ from headrace.intact import CheckMemory
 from headrace.models.manifest import DRAFT, TARGET, TOKENIZER, Bundle
 from headrace.models.vocab_map import load_vocab_map
 from headrace.runtime import prepare
-from headrace.runtime.backend import Backend
+from headrace.runtime.backend import LaneBackend
 from headrace.runtime.config import RuntimeConfig
 from headrace.runtime.cores import Placement
-from headrace.runtime.draft import DraftModel, draft_capacity
+from headrace.runtime.draft import DraftModel, draft_capacity, draft_layout
 from headrace.runtime.drafter import Drafter
 from headrace.runtime.ort import OrtBackend
 from headrace.runtime.pace import Pace, PassCosts, costs_of, measured_past
@@ -92,7 +92,7 @@ class Loader:
     config: RuntimeConfig
     say: Say
 
-    def costs(self, backend: Backend, folder: Path, placement: Placement) -> PassCosts:
+    def costs(self, backend: LaneBackend, folder: Path, placement: Placement) -> PassCosts:
         """Measured once for a prepared model, and remembered beside it."""
         past = measured_past(backend.facts)
         return costs_of(backend, folder / f"costs-{placement}-{past}.json", self.say)
@@ -136,7 +136,13 @@ class Loader:
             cpus=placement.cpus,
         )
         costs = self.costs(backend, prepared.folder, placement)
-        model = DraftModel(backend, record.config, record.kv, load_vocab_map(self.bundle))
+        model = DraftModel(
+            backend,
+            record.config,
+            record.kv,
+            load_vocab_map(self.bundle),
+            draft_layout(record.config),
+        )
         return Drafter(
             model,
             costs,

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from headrace.runtime.backend import Backend, BackendFacts
+from headrace.runtime.backend import BackendFacts, LaneBackend
 from headrace.runtime.batch import LaneRows
 from headrace.runtime.request import MAX_PROPOSED
 
@@ -61,7 +61,7 @@ class PassCosts:
         return np.array([self.of(rows * lanes) for rows in range(1, most + 1)])
 
 
-def costs_of(backend: Backend, path: Path, say: Callable[[str], None]) -> PassCosts:
+def costs_of(backend: LaneBackend, path: Path, say: Callable[[str], None]) -> PassCosts:
     """What `path` remembers, or else `measure`, which it then remembers if it can be written."""
     try:
         found = {int(rows): float(s) for rows, s in json.loads(path.read_text()).items()}
@@ -81,7 +81,7 @@ def measured_past(facts: BackendFacts) -> int:
     return max(0, min(facts.capacity - max(_MEASURED_ROWS), 512))
 
 
-def measure(backend: Backend) -> PassCosts:
+def measure(backend: LaneBackend) -> PassCosts:
     """The fastest of a few passes of each width, taken in turn, behind up to 512 tokens. What else
     runs on the machine only ever adds to that; so a wider pass that was faster counts as well.
 
@@ -89,13 +89,14 @@ def measure(backend: Backend) -> PassCosts:
     """
     facts = backend.facts
     past = measured_past(facts)
-    seconds: dict[int, list[float]] = {rows: [] for rows in _MEASURED_ROWS}
+    most = min(facts.capacity, facts.max_rows)
+    seconds: dict[int, list[float]] = {rows: [] for rows in _MEASURED_ROWS if rows <= most}
     began = time.perf_counter()
     for done in range(_ROUNDS):
         if done > 1 and time.perf_counter() - began > _MEASURED_S:
             break
         for num_rows, found in seconds.items():
-            ids = np.zeros(min(num_rows, facts.capacity), np.int64)
+            ids = np.zeros(num_rows, np.int64)
             positions, wanted = np.arange(past, past + len(ids)), tuple(range(len(ids)))
             rows = LaneRows(0, ids, positions, past, wanted, exact=False)
             start = time.perf_counter()

@@ -15,7 +15,14 @@ from hypothesis import strategies as st
 from headrace import SamplingParams
 from headrace.models.manifest import DRAFT, Bundle
 from headrace.models.vocab_map import load_vocab_map
-from headrace.runtime.draft import MAX_NODES, DraftLane, DraftModel, draft_capacity, frontier
+from headrace.runtime.draft import (
+    MAX_NODES,
+    DraftLane,
+    DraftModel,
+    draft_capacity,
+    draft_layout,
+    frontier,
+)
 from headrace.runtime.guess import Guesser
 from headrace.runtime.ort import OrtBackend
 from headrace.runtime.prepare import session_options
@@ -32,7 +39,8 @@ def model(twin_bundle: Path) -> Iterator[DraftModel]:
     )
     capacity = draft_capacity(record.config)
     backend = OrtBackend(session, record.config, kv=record.kv, lanes=2, capacity=capacity)
-    model = DraftModel(backend, record.config, record.kv, load_vocab_map(bundle))
+    layout = draft_layout(record.config)
+    model = DraftModel(backend, record.config, record.kv, load_vocab_map(bundle), layout)
     yield model
     model.close()
 

@@ -1,0 +1,164 @@
+"""The variants of a compiled draft: a context for each number of rows, with its tensors bound.
+
+Every context is set to its shapes and bound once; changing the shapes of one would bind all again.
+The weights are shared (`rknn_dup_context`), and so are the keys and values: one allocation, known to
+the other contexts by its file descriptor. Only a pass of another lane binds that lane's buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from headrace.errors import NpuModelError
+from headrace.models.npu_io import NativeTensor, NpuIo, NpuVariant
+from headrace.npu.librknnrt import (
+    FORMATS,
+    Buffer,
+    Context,
+    CoreMask,
+    InputRange,
+    Query,
+    TensorAttr,
+)
+from headrace.npu.staging import Layout, Native
+
+
+def is_kv(name: str) -> bool:
+    """Whether a tensor is a lane's, and the same in all variants."""
+    return name == "tail" or name.startswith("main.")
+
+
+@dataclass(frozen=True, eq=False)
+class Tensor:
+    """A tensor's buffer, and the view of it."""
+
+    layout: Layout
+    attr: TensorAttr
+    buffer: Buffer
+
+    @property
+    def native(self) -> Native:
+        return self.layout.view(self.buffer.bytes)
+
+
+@dataclass(eq=False)
+class Variant:
+    """One context, its own inputs and outputs, and the lane whose keys and values it reads."""
+
+    rows: int
+    context: Context
+    kv_attrs: dict[str, TensorAttr]
+    inputs: dict[str, Tensor]
+    outputs: dict[str, Tensor]
+    lane: int | None = None
+    lanes: list[dict[str, Buffer]] = field(default_factory=list)
+    """Every lane's keys and values, as this context knows them."""
+
+    def use_lane(self, lane: int) -> None:
+        """Raises NpuError, and is then bound to none."""
+        if self.lane == lane:
+            return
+        self.lane = None
+        for name, buffer in self.lanes[lane].items():
+            self.context.bind(buffer, self.kv_attrs[name])
+        self.lane = lane
+
+
+def open_variant(
+    stack: ExitStack, context: Context, io: NpuIo, variant: NpuVariant, cores: CoreMask
+) -> Variant:
+    """Sets a context's shapes, checks them against the model's description, and binds all but the
+    keys and values. What it allocates, `stack` closes. Raises NpuError.
+    """
+    context.set_input_shapes(list(_shapes(context, variant)))
+    context.set_cores(cores)
+    counts = context.counts()
+    if counts != (len(variant.inputs), len(variant.outputs)):
+        raise NpuModelError(
+            f"the model has {counts[0]} inputs and {counts[1]} outputs, its description "
+            f"{len(variant.inputs)} and {len(variant.outputs)}; export it again"
+        )
+    kv: dict[str, TensorAttr] = {}
+    inputs: dict[str, Tensor] = {}
+    outputs: dict[str, Tensor] = {}
+    for query, expected, found in (
+        (Query.CURRENT_NATIVE_INPUT_ATTR, variant.inputs, inputs),
+        (Query.CURRENT_NATIVE_OUTPUT_ATTR, variant.outputs, outputs),
+    ):
+        for index, tensor in enumerate(expected):
+            attr = context.attribute(query, index)
+            layout = _checked(attr, tensor)
+            if is_kv(tensor.name):
+                kv[tensor.name] = attr
+                continue
+            buffer = stack.enter_context(context.allocate(layout.size))
+            context.bind(buffer, attr)
+            found[tensor.name] = Tensor(layout, attr, buffer)
+    return Variant(variant.rows, context, kv, inputs, outputs)
+
+
+def _checked(attr: TensorAttr, expected: NativeTensor) -> Layout:
+    """The layout that the runtime names, if it can be the described tensor's. What is padded and
+    how is the runtime's to say; names, type and sizes are not.
+    """
+    layout = Layout.of(attr)
+    n, c1, h, w, c2 = layout.shape
+    en, ec, eh, ew = expected.dims
+    if (
+        layout.name != expected.name
+        or layout.dtype != np.dtype(expected.type)
+        or (n, h, w) != (en, eh, ew)
+        or c1 * c2 < ec
+    ):
+        raise NpuModelError(
+            f"the runtime has {layout.name} [{n}, {c1 * c2}, {h}, {w}] of {layout.dtype} where the "
+            f"description has {expected.name} {list(expected.dims)} of {expected.type}; "
+            "export the model again"
+        )
+    return layout
+
+
+def _shapes(context: Context, variant: NpuVariant) -> Iterator[TensorAttr]:
+    """The variant's inputs as the runtime names its shapes, which may be NHWC."""
+    for index, tensor in enumerate(variant.inputs):
+        found = context.shapes(index)
+        attr = context.attribute(Query.INPUT_ATTR, index)
+        chosen = next(
+            (d for d in _choices(found) if _as_nchw(d, FORMATS[found.fmt]) == tensor.dims), None
+        )
+        if chosen is None:
+            raise NpuModelError(
+                f"the model has no variant with {tensor.name} {list(tensor.dims)}; export it again"
+            )
+        attr.n_dims, attr.fmt = len(chosen), found.fmt
+        attr.dims[: len(chosen)] = chosen
+        yield attr
+
+
+def _choices(found: InputRange) -> Iterator[tuple[int, ...]]:
+    for shape in range(found.shape_number):
+        yield tuple(found.dyn_range[shape][: found.n_dims])
+
+
+def _as_nchw(dims: tuple[int, ...], fmt: str) -> tuple[int, ...]:
+    if fmt == "NHWC" and len(dims) == 4:
+        n, h, w, c = dims
+        return n, c, h, w
+    return dims
+
+
+def same_layouts(variants: Sequence[Variant]) -> dict[str, Layout]:
+    """Of keys and values. Raises NpuModelError where two variants would have them differently."""
+    first = {name: Layout.of(attr) for name, attr in variants[0].kv_attrs.items()}
+    for variant in variants[1:]:
+        for name, attr in variant.kv_attrs.items():
+            if Layout.of(attr) != first[name]:
+                raise NpuModelError(
+                    f"{name} lies differently in the variants of {variants[0].rows} and "
+                    f"{variant.rows} rows, so they cannot share it; export the model again"
+                )
+    return first
