@@ -26,6 +26,7 @@ COMMANDS = {
     "plan": "Show what a model takes of the memory, before it is loaded.",
     "score": "Measure how well a model expects a text.",
     "prepare": "Make a bundle's weights ready for this machine.",
+    "doctor": "Examine this board: NPU, drivers, clocks, memory, and what mends them.",
     "bench": "Measure what speculation gains on this machine.",
     "prior": "Index texts like those in service, so that what they repeat is proposed.",
     "check": "Check on this machine that speculation keeps its promises.",
