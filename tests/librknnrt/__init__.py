@@ -1,0 +1,1 @@
+"""A double of Rockchip's librknnrt.so for tests."""

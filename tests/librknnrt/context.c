@@ -1,0 +1,276 @@
+/* Contexts: a model, its current variant, and the memory bound to it. */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "double.h"
+
+static context *contexts;
+static rknn_context last_id = 0x5eed0000;
+
+context *context_find(rknn_context id, int *code) {
+    context *c = contexts;
+    while (c && c->id != id) {
+        c = c->next;
+    }
+    if (!c) {
+        bool destroyed = id > 0x5eed0000 && id <= last_id;
+        violation(V_CONTEXT, destroyed ? "the context was destroyed" : "unknown context");
+        *code = RKNN_CTX_INVALID;
+    } else if (c->lost) {
+        *code = RKNN_DEVICE_UNAVAILABLE;
+        return NULL;
+    }
+    return c;
+}
+
+const tensor *context_tensor(const context *c, uint32_t variant, bool output, uint32_t index) {
+    const model_view *view = &c->model->view;
+    uint32_t one = view->n_inputs + view->n_outputs;
+    return &view->tensors[variant * one + (output ? view->n_inputs : 0) + index];
+}
+
+uint32_t context_tensors(const context *c) {
+    return c->model->view.n_inputs + c->model->view.n_outputs;
+}
+
+static uint64_t input_bytes(const context *c, uint32_t variant) {
+    uint64_t bytes = 0;
+    for (uint32_t i = 0; i < c->model->view.n_inputs; i++) {
+        bytes += context_tensor(c, variant, false, i)->size;
+    }
+    return bytes;
+}
+
+uint32_t context_largest(const context *c) {
+    uint32_t largest = 0;
+    for (uint32_t v = 1; v < c->model->view.n_variants; v++) {
+        largest = input_bytes(c, v) > input_bytes(c, largest) ? v : largest;
+    }
+    return largest;
+}
+
+/* Of a dynamic model nothing is current before rknn_set_input_shapes. */
+bool context_needs_shapes(const context *c) {
+    if (c->model->view.n_variants > 1 && !c->shaped) {
+        violation(V_SHAPES, "a dynamic model, and rknn_set_input_shapes was not called");
+        return true;
+    }
+    return false;
+}
+
+void context_unbind(context *c) {
+    for (uint32_t i = 0; i < context_tensors(c); i++) {
+        free(c->bindings[i].own);
+        c->bindings[i] = (binding){NULL, NULL};
+    }
+}
+
+void contexts_forget_mem(const mem *mem) {
+    for (context *c = contexts; c; c = c->next) {
+        for (uint32_t i = 0; i < context_tensors(c); i++) {
+            if (c->bindings[i].mem == mem) {
+                c->bindings[i].mem = NULL;
+            }
+        }
+    }
+}
+
+void contexts_lose(void) {
+    for (context *c = contexts; c; c = c->next) {
+        c->lost = true;
+    }
+}
+
+bool contexts_any_lost(void) {
+    context *c = contexts;
+    while (c && !c->lost) {
+        c = c->next;
+    }
+    return c;
+}
+
+static rknn_context context_add(model *model, uint32_t flags) {
+    context *c = calloc(1, sizeof *c);
+    c->id = ++last_id;
+    c->model = model;
+    c->flags = flags;
+    c->bindings = calloc(model->view.n_inputs + model->view.n_outputs, sizeof *c->bindings);
+    c->variant = context_largest(c);
+    c->next = contexts;
+    contexts = c;
+    model->uses++;
+    live.contexts++;
+    return c->id;
+}
+
+/* -- rknn_init --------------------------------------------------------------------------------- */
+
+static int check_init(const rknn_context *out, const void *path, uint32_t size, uint32_t flags) {
+    if (!out || !path) {
+        violation(V_ARGUMENT, "a null pointer");
+    } else if (size) {
+        violation(V_ARGUMENT, "a model in memory: the double takes a path, with size 0");
+    } else if (flags & ~(uint32_t)FLAGS_KNOWN || flags & (FLAG_ASYNC | FLAG_SHARE_WEIGHT_MEM)) {
+        violation(V_ARGUMENT, "flags %#x: unknown, or not played by the double", flags);
+    } else {
+        return script_on_init();
+    }
+    return RKNN_PARAM_INVALID;
+}
+
+static int load(const char *path, model *model) {
+    const host_functions *functions = host();
+    if (!functions) {
+        return RKNN_FAIL;
+    }
+    char message[512] = "";
+    int code = functions->load(path, &model->view, message, sizeof message);
+    if (code != RKNN_OK) {
+        fprintf(stderr, "double of librknnrt: %s: %s\n", path, message);
+    }
+    return code;
+}
+
+int rknn_init(rknn_context *out, void *path, uint32_t size, uint32_t flags, void *extend) {
+    (void)extend;
+    enter(CALL_INIT);
+    int code = check_init(out, path, size, flags);
+    leave();
+    if (code != RKNN_OK) {
+        return code;
+    }
+    model *loaded = calloc(1, sizeof *loaded);
+    code = load(path, loaded);
+    if (code != RKNN_OK) {
+        free(loaded);
+        return code;
+    }
+    enter_quietly();
+    *out = context_add(loaded, flags);
+    leave();
+    return RKNN_OK;
+}
+
+int rknn_dup_context(rknn_context *in, rknn_context *out) {
+    enter(CALL_DUP);
+    int code = RKNN_PARAM_INVALID;
+    if (!in || !out) {
+        violation(V_ARGUMENT, "a null pointer");
+    } else {
+        context *c = context_find(*in, &code);
+        if (c && c->model->view.n_variants > 1 && script_refuses_dup()) {
+            code = RKNN_FAIL;
+        } else if (c) {
+            *out = context_add(c->model, c->flags);
+            code = RKNN_OK;
+        }
+    }
+    leave();
+    return code;
+}
+
+/* -- rknn_destroy ------------------------------------------------------------------------------ */
+
+static context *context_remove(rknn_context id) {
+    int code;
+    context *found = context_find(id, &code), **link = &contexts;
+    while (*link && (*link)->id != id) {
+        link = &(*link)->next;
+    }
+    found = *link; /* a lost one may be destroyed too */
+    if (found) {
+        *link = found->next;
+        live.contexts--;
+    }
+    return found;
+}
+
+static void context_free(context *c) {
+    context_unbind(c);
+    free(c->bindings);
+    free(c);
+}
+
+int rknn_destroy(rknn_context id) {
+    enter(CALL_DESTROY);
+    context *c = context_remove(id);
+    if (!c) {
+        leave();
+        return RKNN_CTX_INVALID;
+    }
+    if (c->job) {
+        violation(V_RACE, "the context is destroyed before rknn_wait");
+        run_join(c);
+    }
+    int left = memory_of_context(id);
+    if (left) {
+        violation(V_LEAK, "%d pieces of memory of the context were not destroyed", left);
+    }
+    model *unused = --c->model->uses ? NULL : c->model;
+    context_free(c);
+    if (!live.contexts) {
+        report_write();
+    }
+    leave();
+    if (unused) {
+        host()->unload(unused->view.handle);
+        free(unused);
+    }
+    return RKNN_OK;
+}
+
+/* -- Memory of a context ----------------------------------------------------------------------- */
+
+rknn_tensor_mem *rknn_create_mem(rknn_context id, uint32_t size) {
+    int code;
+    enter(CALL_CREATE_MEM);
+    rknn_tensor_mem *shown = context_find(id, &code) ? memory_create(id, size, 0) : NULL;
+    leave();
+    return shown;
+}
+
+rknn_tensor_mem *rknn_create_mem2(rknn_context id, uint64_t size, uint64_t flags) {
+    int code;
+    enter(CALL_CREATE_MEM2);
+    rknn_tensor_mem *shown = context_find(id, &code) ? memory_create(id, size, flags) : NULL;
+    leave();
+    return shown;
+}
+
+rknn_tensor_mem *rknn_create_mem_from_fd(rknn_context id, int32_t fd, void *virt, uint32_t size,
+                                         int32_t offset) {
+    int code;
+    enter(CALL_FROM_FD);
+    rknn_tensor_mem *shown =
+        context_find(id, &code) ? memory_import(id, fd, virt, size, offset) : NULL;
+    leave();
+    return shown;
+}
+
+int rknn_destroy_mem(rknn_context id, rknn_tensor_mem *shown) {
+    enter(CALL_DESTROY_MEM);
+    int code = RKNN_OK;
+    context_find(id, &code); /* of a lost device, memory may be destroyed too */
+    if (code == RKNN_OK || code == RKNN_DEVICE_UNAVAILABLE) {
+        mem *m = memory_find(id, shown);
+        code = m ? memory_destroy(m) : RKNN_PARAM_INVALID;
+    }
+    leave();
+    return code;
+}
+
+int rknn_mem_sync(rknn_context id, rknn_tensor_mem *shown, int mode) {
+    enter(CALL_SYNC);
+    int code = RKNN_PARAM_INVALID;
+    if (context_find(id, &code)) {
+        mem *m = memory_find(id, shown);
+        if (m && (mode < SYNC_TO_DEVICE || mode > (SYNC_TO_DEVICE | SYNC_FROM_DEVICE))) {
+            violation(V_ARGUMENT, "mode %d", mode);
+        } else if (m) {
+            code = memory_flush(m, mode, false);
+        }
+    }
+    leave();
+    return code;
+}

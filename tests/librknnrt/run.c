@@ -1,0 +1,347 @@
+/* rknn_run and rknn_wait, and the copying calls that RKNNLite uses. */
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "double.h"
+
+static pthread_cond_t job_done = PTHREAD_COND_INITIALIZER;
+
+static uint8_t *device_of(const binding *b) { return b->mem ? memory_device(b->mem) : b->own; }
+
+static uint8_t *own_buffer(binding *b, uint32_t size) {
+    if (!b->own) {
+        b->own = malloc(size);
+        poison(b->own, size);
+    }
+    b->mem = NULL;
+    return b->own;
+}
+
+/* -- Before: all bound, nothing in use --------------------------------------------------------- */
+
+static int check_bound(context *c) {
+    uint32_t n_inputs = c->model->view.n_inputs;
+    for (uint32_t i = 0; i < context_tensors(c); i++) {
+        bool output = i >= n_inputs;
+        const tensor *t = context_tensor(c, c->variant, output, output ? i - n_inputs : i);
+        if (output && c->copies && !device_of(&c->bindings[i])) {
+            own_buffer(&c->bindings[i], t->size);
+        }
+        if (!device_of(&c->bindings[i])) {
+            violation(V_UNBOUND, "%s %s has no memory", output ? "output" : "input", t->name);
+            return output ? RKNN_OUTPUT_INVALID : RKNN_INPUT_INVALID;
+        }
+    }
+    return RKNN_OK;
+}
+
+static int check_idle(const context *c) {
+    for (uint32_t i = 0; i < context_tensors(c); i++) {
+        const mem *m = c->bindings[i].mem;
+        if (m && (m->buffer->writers || (i >= c->model->view.n_inputs && m->buffer->readers))) {
+            violation(V_RACE, "memory is used by a run of another context");
+            return RKNN_FAIL;
+        }
+    }
+    return RKNN_OK;
+}
+
+static int check_run(context *c) {
+    if (c->job) {
+        violation(V_RACE, "the context is running already, or was not waited for");
+        return RKNN_FAIL;
+    }
+    if (context_needs_shapes(c)) {
+        return RKNN_INPUT_INVALID;
+    }
+    int code = check_bound(c);
+    return code == RKNN_OK ? check_idle(c) : code;
+}
+
+/* Unless a flag at rknn_init forbids it, a run flushes what is bound. */
+static int flush_bound(const context *c, bool outputs) {
+    uint32_t n_inputs = c->model->view.n_inputs, disabled =
+        outputs ? FLAG_DISABLE_FLUSH_OUTPUT : FLAG_DISABLE_FLUSH_INPUT;
+    uint32_t end = outputs ? context_tensors(c) : n_inputs;
+    int code = RKNN_OK;
+    for (uint32_t i = outputs ? n_inputs : 0; i < end && !(c->flags & disabled); i++) {
+        mem *m = c->bindings[i].mem;
+        if (m && code == RKNN_OK) {
+            code = memory_flush(m, outputs ? SYNC_FROM_DEVICE : SYNC_TO_DEVICE, true);
+        }
+    }
+    return code;
+}
+
+static void mark(const context *c, int change) {
+    for (uint32_t i = 0; i < context_tensors(c); i++) {
+        const mem *m = c->bindings[i].mem;
+        if (m && i < c->model->view.n_inputs) {
+            m->buffer->readers += change;
+        } else if (m) {
+            m->buffer->writers += change;
+        }
+        if (m) {
+            memory_check_edges(m->buffer);
+        }
+    }
+}
+
+static job *job_create(context *c, int timeout_ms) {
+    job *j = calloc(1, sizeof *j);
+    j->context = c;
+    j->variant = c->variant;
+    j->inputs = calloc(context_tensors(c), sizeof *j->inputs);
+    j->outputs = j->inputs + c->model->view.n_inputs;
+    for (uint32_t i = 0; i < context_tensors(c); i++) {
+        j->inputs[i] = device_of(&c->bindings[i]);
+    }
+    script_on_run(j, timeout_ms);
+    return j;
+}
+
+/* -- During: without the lock ------------------------------------------------------------------ */
+
+static void sleep_ms(int ms) {
+    struct timespec left = {ms / 1000, ms % 1000 * 1000000L};
+    while (ms > 0 && nanosleep(&left, &left) != 0 && errno == EINTR) {
+    }
+}
+
+static int64_t now_us(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000LL + now.tv_nsec / 1000;
+}
+
+static void compute(job *j) {
+    sleep_ms(j->sleep_ms);
+    if (j->code == RKNN_OK) {
+        j->code = host()->compute(j->context->model->view.handle, j->variant, j->inputs, j->outputs,
+                                  j->with_nan, j->message, sizeof j->message);
+    }
+}
+
+/* -- After ------------------------------------------------------------------------------------- */
+
+static void spoil_outputs(const context *c) {
+    for (uint32_t i = 0; i < c->model->view.n_outputs; i++) {
+        binding *b = &c->bindings[c->model->view.n_inputs + i];
+        poison(device_of(b), context_tensor(c, c->variant, true, i)->size);
+    }
+}
+
+static int finish(context *c) {
+    job *j = c->job;
+    int code = j->code;
+    mark(c, -1);
+    if (j->message[0]) {
+        violation(V_NUMBER, "%s", j->message);
+    }
+    if (code == RKNN_OK) {
+        code = flush_bound(c, true);
+    } else {
+        spoil_outputs(c);
+    }
+    c->job = NULL;
+    free(j->inputs);
+    free(j);
+    return code;
+}
+
+static void *run_thread(void *argument) {
+    job *j = argument;
+    int64_t began = now_us();
+    compute(j);
+    enter_quietly();
+    j->context->last_us = now_us() - began;
+    j->done = true;
+    pthread_cond_broadcast(&job_done);
+    leave();
+    return NULL;
+}
+
+int run_join(context *c) {
+    job *j = c->job;
+    while (!j->done) {
+        pthread_cond_wait(&job_done, big_lock());
+    }
+    if (j->threaded) {
+        pthread_detach(j->thread);
+    }
+    return finish(c);
+}
+
+static int run_begin(context *c, const rknn_run_extend *extend) {
+    int code = check_run(c);
+    code = code == RKNN_OK ? flush_bound(c, false) : code;
+    if (code != RKNN_OK) {
+        return code;
+    }
+    c->job = job_create(c, extend ? extend->timeout_ms : 0);
+    mark(c, 1);
+    if (extend && extend->non_block) {
+        c->job->threaded = true;
+        pthread_create(&c->job->thread, NULL, run_thread, c->job);
+    }
+    return RKNN_OK;
+}
+
+int rknn_run(rknn_context id, rknn_run_extend *extend) {
+    int code = RKNN_OK;
+    enter(CALL_RUN);
+    context *c = context_find(id, &code);
+    code = c ? run_begin(c, extend) : code;
+    bool in_thread = c && c->job && c->job->threaded;
+    job *j = c ? c->job : NULL;
+    leave();
+    if (code != RKNN_OK || in_thread) {
+        return code;
+    }
+    run_thread(j);
+    enter_quietly();
+    code = run_join(c);
+    leave();
+    return code;
+}
+
+static bool wait_until(job *j, int timeout_ms) {
+    struct timespec until;
+    clock_gettime(CLOCK_REALTIME, &until);
+    until.tv_sec += timeout_ms / 1000;
+    until.tv_nsec += timeout_ms % 1000 * 1000000L;
+    until.tv_sec += until.tv_nsec / 1000000000L;
+    until.tv_nsec %= 1000000000L;
+    while (!j->done) {
+        if (pthread_cond_timedwait(&job_done, big_lock(), &until) == ETIMEDOUT) {
+            return j->done;
+        }
+    }
+    return true;
+}
+
+int rknn_wait(rknn_context id, rknn_run_extend *extend) {
+    int code = RKNN_OK;
+    enter(CALL_WAIT);
+    context *c = context_find(id, &code);
+    int timeout_ms = extend ? extend->timeout_ms : 0;
+    if (c && !(c->job && c->job->threaded)) {
+        violation(V_RACE, "nothing runs that could be waited for");
+        code = RKNN_FAIL;
+    } else if (c && timeout_ms > 0 && !wait_until(c->job, timeout_ms)) {
+        code = RKNN_TIMEOUT;
+    } else if (c) {
+        code = run_join(c);
+    }
+    leave();
+    return code;
+}
+
+/* -- Copies, in and out ------------------------------------------------------------------------ */
+
+static uint64_t plain_bytes(const tensor *t, int type) {
+    uint64_t item = type == TYPE_FLOAT32 ? 4 : type == TYPE_FLOAT16 ? 2 : 1;
+    return item * t->dims[0] * t->dims[1] * t->dims[2] * t->dims[3];
+}
+
+static int set_input(context *c, const rknn_input *input) {
+    if (input->index >= c->model->view.n_inputs || !input->buf) {
+        violation(V_INDEX, "input %u, or a null pointer", input->index);
+        return RKNN_INPUT_INVALID;
+    }
+    const tensor *t = context_tensor(c, c->variant, false, input->index);
+    uint64_t bytes = input->pass_through ? t->size : plain_bytes(t, input->type);
+    if (input->size != bytes) {
+        violation(V_SIZE, "%s takes %llu bytes, not %u", t->name, (unsigned long long)bytes,
+                  input->size);
+        return RKNN_INPUT_INVALID;
+    }
+    uint8_t *native = own_buffer(&c->bindings[input->index], t->size);
+    if (input->pass_through) {
+        memcpy(native, input->buf, t->size);
+        return RKNN_OK;
+    }
+    char message[512] = "";
+    leave(); /* Python packs */
+    int code = host()->pack(t, input->buf, input->type, input->fmt, native, message, sizeof message);
+    enter_quietly();
+    if (code != RKNN_OK) {
+        violation(V_FORMAT, "%s", message);
+    }
+    return code;
+}
+
+int rknn_inputs_set(rknn_context id, uint32_t number, rknn_input *inputs) {
+    int code = RKNN_OK;
+    enter(CALL_INPUTS_SET);
+    context *c = context_find(id, &code);
+    if (c && (!inputs || context_needs_shapes(c))) {
+        code = RKNN_INPUT_INVALID;
+    }
+    for (uint32_t i = 0; c && code == RKNN_OK && i < number; i++) {
+        c->copies = true;
+        code = set_input(c, &inputs[i]);
+    }
+    leave();
+    return code;
+}
+
+static int get_output(context *c, rknn_output *output) {
+    if (output->index >= c->model->view.n_outputs) {
+        violation(V_INDEX, "output %u of %u", output->index, c->model->view.n_outputs);
+        return RKNN_OUTPUT_INVALID;
+    }
+    const tensor *t = context_tensor(c, c->variant, true, output->index);
+    const uint8_t *native = device_of(&c->bindings[c->model->view.n_inputs + output->index]);
+    int type = output->want_float ? TYPE_FLOAT32 : t->type;
+    uint64_t bytes = plain_bytes(t, type);
+    if (!native || (output->is_prealloc && (!output->buf || output->size < bytes))) {
+        violation(native ? V_SIZE : V_UNBOUND, "output %s: %llu bytes, or no run before", t->name,
+                  (unsigned long long)bytes);
+        return RKNN_OUTPUT_INVALID;
+    }
+    if (!output->is_prealloc) {
+        output->buf = malloc(bytes);
+        live.outputs++;
+    }
+    output->size = (uint32_t)(script_shortens(output->index) ? bytes / 2 : bytes);
+    char message[512] = "";
+    leave(); /* Python unpacks */
+    int code = host()->unpack(t, native, type, output->buf, message, sizeof message);
+    enter_quietly();
+    return code;
+}
+
+int rknn_outputs_get(rknn_context id, uint32_t number, rknn_output *outputs,
+                     rknn_output_extend *extend) {
+    (void)extend;
+    int code = RKNN_OK;
+    enter(CALL_OUTPUTS_GET);
+    context *c = context_find(id, &code);
+    if (c && (!outputs || c->job)) {
+        violation(outputs ? V_RACE : V_ARGUMENT, "a null pointer, or a run under way");
+        code = RKNN_OUTPUT_INVALID;
+    }
+    for (uint32_t i = 0; c && code == RKNN_OK && i < number; i++) {
+        code = get_output(c, &outputs[i]);
+    }
+    leave();
+    return code;
+}
+
+int rknn_outputs_release(rknn_context id, uint32_t number, rknn_output *outputs) {
+    int code = RKNN_OK;
+    enter(CALL_OUTPUTS_RELEASE);
+    context_find(id, &code);
+    for (uint32_t i = 0; code != RKNN_CTX_INVALID && outputs && i < number; i++) {
+        if (!outputs[i].is_prealloc && outputs[i].buf) {
+            free(outputs[i].buf);
+            outputs[i].buf = NULL;
+            live.outputs--;
+        }
+    }
+    leave();
+    return code == RKNN_CTX_INVALID ? code : RKNN_OK;
+}
