@@ -21,6 +21,15 @@ TARGET_DATA = "target/model.data"
 DRAFT = "draft/model.onnx"
 DRAFT_DATA = "draft/model.data"
 VOCAB_MAP = "draft/vocab_map.npz"
+NPU = "draft/npu.rknn"
+NPU_IO = "draft/npu.io.json"
+NPU_EMBEDDINGS = "draft/npu.embeddings"
+NPU_GRAPH = "draft/npu.onnx"
+NPU_GRAPH_DATA = "draft/npu.data"
+
+PC_ONLY = {NPU_GRAPH, NPU_GRAPH_DATA}
+"""What the compiler's simulator needs and a board does not: a copy of a bundle may do without."""
+
 VERSION = 1
 
 
@@ -123,6 +132,7 @@ class Manifest:
         names = [TARGET, TARGET_DATA, TOKENIZER]
         if self.draft is not None:
             names += [DRAFT, DRAFT_DATA, VOCAB_MAP]
+            names += [] if self.draft.npu is None else [NPU, NPU_IO, NPU_EMBEDDINGS]
         for name in names:
             if name not in self.files:
                 raise BundleError(f"{where}: damaged or edited, it lists no {name}")
@@ -204,6 +214,8 @@ class Bundle:
         """Raises BundleError naming the first file that is missing, truncated or edited."""
         for name, record in self.manifest.files.items():
             path = self.file(name)
+            if name in PC_ONLY and not path.exists():
+                continue
             if not path.is_file():
                 raise BundleError(f"{path}: missing from the bundle; export or copy it again")
             size = path.stat().st_size

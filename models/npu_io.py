@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.errors import BundleError
+from headrace.errors import BundleError, UsageError
 from headrace.models.config import ModelConfig
 
 FORMAT, VERSION = "headrace-npu-io", 1
@@ -52,6 +52,32 @@ class NpuGeometry:
     def keys(self, rows: int) -> int:
         """Columns of a mask: main, tail, and the rows of the pass itself."""
         return self.main + self.tail + rows
+
+
+DEFAULT_ROWS = (1, 4, 8, 32)
+DEFAULT_CTX = 512
+_SINKS = _UNIT = _NODES = 32
+
+
+def geometry_for(config: ModelConfig, ctx: int | None = None) -> NpuGeometry:
+    """Sizes with `ctx` slots of main inputs, unless set 512 or as many as the model needs or can
+    have. Tail and unit are small: the tail is copied by the NPU and flushed by the CPU at every
+    step, main once a unit (docs/npu.md). Raises UsageError.
+    """
+    most = (config.max_position - _UNIT) // _UNIT * _UNIT
+    least = _SINKS + -(-max(_UNIT, config.local_window or 0) // _UNIT) * _UNIT
+    if most < least:
+        raise UsageError(
+            f"a draft on the NPU needs a context of at least {least + _UNIT} tokens, this one was "
+            f"trained for {config.max_position}; leave --platform out, or choose another draft"
+        )
+    if ctx is None:
+        ctx = min(most, max(least, DEFAULT_CTX))
+    if ctx % _UNIT or not least <= ctx <= most:
+        raise UsageError(
+            f"npu_ctx: got {ctx}, allowed are multiples of {_UNIT} from {least} to {most}"
+        )
+    return NpuGeometry(_SINKS, ctx - _SINKS, _UNIT, _NODES, DEFAULT_ROWS)
 
 
 @dataclass(frozen=True)
@@ -203,6 +229,17 @@ class NpuIo:
             for v in data["variants"]
         )
         return cls(**{**data, "geometry": NpuGeometry(**geometry), "variants": variants})
+
+
+@dataclass(frozen=True)
+class NpuFiles:
+    """The files of a compiled draft, and what is known of it."""
+
+    rknn: Path
+    embeddings: Path
+    """[vocab_size, hidden_size] float16, as the graph takes them."""
+    io: NpuIo
+    config: ModelConfig
 
 
 def _tensors(data: list[dict[str, Any]]) -> tuple[NativeTensor, ...]:

@@ -97,6 +97,55 @@ class Trim:
 
 
 @dataclass(frozen=True)
+class NpuVariantRecord:
+    """One variant of a compiled draft: what the compiler said of it, and what its simulator gave."""
+
+    rows: int
+    operators: int
+    internal_bytes: int
+    """Of memory for what lies between operators."""
+    cycles: int
+    """The compiler's own estimate, a lower bound."""
+    cosine: float
+    """Of its logits in the simulator with ONNX Runtime's on the same inputs, the least of any row."""
+    max_error: float
+    """Of those logits."""
+    top1_clear: int
+    """Rows whose two best logits differ by more than that error."""
+    top1_same: int
+    """Of these, the rows that both give the same best token."""
+
+
+@dataclass(frozen=True)
+class NpuRecord:
+    """A draft compiled for an NPU."""
+
+    platform: str
+    toolkit: str
+    """Version of the compiler; a board's runtime library must be at least as new."""
+    quant: str
+    """`fp16` or `w8a8`."""
+    weight_bytes: int
+    build_s: float
+    build_peak_bytes: int
+    """Of the compiler's memory."""
+    step_s: float
+    """Modelled seconds of a step of one row (docs/npu.md)."""
+    largest: float
+    """Magnitude of the largest activation on the parity text; float16 ends at 65,504."""
+    largest_at: str
+    """The tensor that has it."""
+    variants: tuple[NpuVariantRecord, ...]
+    agreement: Agreement
+    """Of the simulated draft with the target, on the target's parity text."""
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Self:
+        variants = tuple(NpuVariantRecord(**v) for v in data["variants"])
+        return cls(**{**data, "variants": variants, "agreement": Agreement(**data["agreement"])})
+
+
+@dataclass(frozen=True)
 class DraftRecord(ModelRecord):
     """The draft's graph, and what makes it this target's draft."""
 
@@ -110,6 +159,14 @@ class DraftRecord(ModelRecord):
     agreement: Agreement
     vocabulary: Vocabulary
     trim: Trim | None
+    npu: NpuRecord | None = None
+    """The same draft for an NPU."""
+
+    def to_json(self) -> dict[str, Any]:
+        data = super().to_json()
+        if self.npu is None:
+            del data["npu"]  # 0.1.0 would not know it, and reads all that do without
+        return data
 
     @classmethod
     def _fields(cls, data: dict[str, Any]) -> dict[str, Any]:
@@ -122,4 +179,5 @@ class DraftRecord(ModelRecord):
             "agreement": Agreement(**data["agreement"]),
             "vocabulary": Vocabulary(**data["vocabulary"]),
             "trim": Trim(**data["trim"]) if data["trim"] else None,
+            "npu": NpuRecord.from_json(data["npu"]) if data.get("npu") else None,
         }

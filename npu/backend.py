@@ -16,10 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.errors import NpuDeviceError, NpuModelError, NpuTimeoutError
-from headrace.models.config import ModelConfig
-from headrace.models.npu_io import NpuIo, main_names
+from headrace.models.npu_io import NpuFiles, NpuIo, main_names
 from headrace.models.rope import RopeTable
-from headrace.npu.librknnrt import Buffer, CoreMask, Flag, Library, Versions
+from headrace.npu.librknnrt import CORES, Buffer, CoreMask, Flag, Library, Versions
 from headrace.npu.staging import F32, LaneMemory, Native
 from headrace.npu.variants import Variant, open_variant, same_layouts
 from headrace.runtime.backend import BackendFacts
@@ -27,25 +26,6 @@ from headrace.runtime.batch import LaneRows
 
 TIMEOUT_MS = 2000
 """Of one run; the longest, a chunk of a long text, takes a few tens of milliseconds."""
-
-
-@dataclass(frozen=True)
-class NpuModel:
-    """The files of a compiled draft."""
-
-    rknn: Path
-    io: NpuIo
-    embeddings: Path
-    """[vocab_size, hidden_size] float16, as the graph takes them."""
-    config: ModelConfig
-
-    def table(self) -> npt.NDArray[np.float16]:
-        """The embeddings, mapped: a row's page is read when its token comes. Raises NpuModelError."""
-        shape = (self.config.vocab_size, self.config.hidden_size)
-        try:
-            return np.memmap(self.embeddings, np.float16, "r", shape=shape)
-        except (OSError, ValueError) as error:
-            raise NpuModelError(f"{self.embeddings}: {error}; export the model again") from error
 
 
 @dataclass
@@ -68,7 +48,7 @@ class RknnBackend:
 
     def __init__(
         self,
-        model: NpuModel,
+        model: NpuFiles,
         library: Library,
         *,
         lanes: int,
@@ -81,7 +61,7 @@ class RknnBackend:
         """
         self._model, self._config, self._io = model, model.config, model.io
         self._geometry, self._timeout_ms = model.io.geometry, timeout_ms
-        self._embeddings = model.table()
+        self._embeddings = mapped(model)
         self._ropes = [RopeTable(self._config.rope)]
         if self._config.rope_local is not None:
             self._ropes.append(RopeTable(self._config.rope_local))
@@ -106,6 +86,11 @@ class RknnBackend:
             exact=False,
         )
 
+    @property
+    def version(self) -> str:
+        """Of library and driver."""
+        return f"{self.versions.library} {self.versions.driver}"
+
     def _open(
         self, library: Library, cores: CoreMask, num_lanes: int, stack: ExitStack
     ) -> list[Variant]:
@@ -123,16 +108,13 @@ class RknnBackend:
                 name: stack.enter_context(first.allocate(layout.size))
                 for name, layout in layouts.items()
             }
-            for variant in variants:
-                if variant.context is first:
-                    variant.lanes.append(buffers)
-                    continue
-                variant.lanes.append(
-                    {
-                        name: stack.enter_context(variant.context.share(buffer))
-                        for name, buffer in buffers.items()
-                    }
-                )
+            variants[0].lanes.append(buffers)
+            for other in variants[1:]:
+                shared = {
+                    name: stack.enter_context(other.context.share(buffer))
+                    for name, buffer in buffers.items()
+                }
+                other.lanes.append(shared)
             views = {
                 name: (layouts[name], layouts[name].view(b.bytes)) for name, b in buffers.items()
             }
@@ -281,6 +263,22 @@ class RknnBackend:
         self._lanes.clear()
         self._variants.clear()
         self._stack.close()
+
+
+def open_backend(files: NpuFiles, *, library: Path | None, lanes: int, cores: str) -> RknnBackend:
+    """What the runtime opens a compiled draft by. Raises NpuError."""
+    return RknnBackend(
+        files, Library(None if library is None else str(library)), lanes=lanes, cores=CORES[cores]
+    )
+
+
+def mapped(files: NpuFiles) -> npt.NDArray[np.float16]:
+    """The embeddings: a row's page is read when its token comes. Raises NpuModelError."""
+    shape = (files.config.vocab_size, files.config.hidden_size)
+    try:
+        return np.memmap(files.embeddings, np.float16, "r", shape=shape)
+    except (OSError, ValueError) as error:
+        raise NpuModelError(f"{files.embeddings}: {error}; export the model again") from error
 
 
 def _require_numbers(x: Native) -> None:

@@ -420,7 +420,7 @@ class Buffer(Closing):
         self.size = int(mem.contents.size)
         address = mem.contents.virt_addr
         assert address is not None
-        raw = (c.c_uint8 * self.size).from_address(address)
+        raw = memoryview((c.c_uint8 * self.size).from_address(address)).cast("B")
         self.bytes: npt.NDArray[np.uint8] = np.frombuffer(raw, np.uint8)
         self._is_open = True
 

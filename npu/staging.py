@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -73,12 +74,14 @@ class Layout:
         return cls(name, dtype, shape, strides, attr.size_with_stride, attr.scale, attr.zp)
 
     def view(self, memory: npt.NDArray[np.uint8]) -> Native:
-        return np.ndarray(self.shape, self.dtype, memory.data, 0, self.strides)
+        view = np.ndarray(self.shape, self.dtype, memory.data, 0, self.strides)
+        return cast(Native, view)
 
     def encode(self, x: F32) -> Native:
         if self.dtype != np.int8:
             return x.astype(self.dtype)
-        return np.clip(np.rint(x / self.scale) + self.zero, -128, 127).astype(np.int8)
+        codes: Native = np.clip(np.rint(x / self.scale) + self.zero, -128, 127).astype(np.int8)
+        return codes
 
     def decode(self, x: Native) -> F32:
         if self.dtype != np.int8:

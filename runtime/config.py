@@ -22,6 +22,9 @@ MAX_THREADS = 256
 
 Defer = Literal["auto", "on", "off"]
 
+DraftDevice = Literal["auto", "npu", "npu-lite", "cpu", "none"]
+NpuCores = Literal["auto", "0", "1", "2", "0_1", "0_1_2"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimeConfig:
@@ -48,6 +51,14 @@ class RuntimeConfig:
     """Threads of the draft's passes on the CPU; unless set, one."""
     draft_cpus: str | None = None
     """CPUs that the draft computes on (0-3); unless set, any."""
+    draft_device: DraftDevice = "auto"
+    """Where the bundle's draft runs: `auto` is the NPU if there is one and the bundle has a draft
+    for it, else the CPU; `npu` insists, `npu-lite` goes through Rockchip's Python package, and `none`
+    leaves the draft out."""
+    npu_library: Path | None = None
+    """The NPU's runtime library; unless set, the system's librknnrt.so."""
+    npu_cores: NpuCores = "auto"
+    """NPU cores that the draft may use."""
     exactness: Exactness = "exact"
     """`exact` promises the same bits however rows are grouped, and refuses models that cannot keep
     that; `tree` promises the distribution only, and may propose trees of tokens."""
@@ -73,6 +84,12 @@ class RuntimeConfig:
         object.__setattr__(self, "speculate", checked_speculate(self.speculate))
         one_of("exactness", self.exactness, Exactness)
         one_of("defer", self.defer, Defer)
+        one_of("draft_device", self.draft_device, DraftDevice)
+        one_of("npu_cores", self.npu_cores, NpuCores)
+        if self.npu_library is not None and self.draft_device in ("cpu", "none"):
+            raise UsageError(
+                f"npu_library: got one, but draft_device is {self.draft_device} and no NPU is used"
+            )
         if self.prior is not None and self.speculate == "off":
             raise UsageError("prior: got one, but speculate is off and nothing is looked up")
         _check("lanes", self.lanes, 1, MAX_LANES)
@@ -102,8 +119,8 @@ class RuntimeConfig:
     @property
     def asks_of_draft(self) -> bool:
         """Whether something is set that only a draft could do."""
-        placed = (self.draft_threads, self.draft_cpus) != (None, None)
-        return placed or self.defer == "on"
+        placed = (self.draft_threads, self.draft_cpus, self.npu_library) != (None, None, None)
+        return placed or self.defer == "on" or self.draft_device not in ("auto", "none")
 
     def draft_placement(self) -> Placement:
         """Where the draft computes, as long as it does so on the CPU."""

@@ -17,10 +17,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from headrace.runtime.candidate import Candidate
 from headrace.runtime.defer import DeferChoice
-from headrace.runtime.draft import DraftLane, DraftModel, frontier
+from headrace.runtime.draft import DraftLane, frontier
 from headrace.runtime.guess import Guess, Guesser
-from headrace.runtime.pace import ANY, Acceptance, Origin, PassCosts
+from headrace.runtime.pace import ANY, Acceptance, Origin
 from headrace.runtime.request import DraftCounts
 from headrace.runtime.trace import Trace
 
@@ -85,45 +86,62 @@ class Ask:
 
 
 class Drafter:
-    """Owns the draft model and its thread."""
+    """Owns the draft, in whatever place it runs, and the thread that computes it."""
 
     def __init__(
         self,
-        model: DraftModel,
-        costs: PassCosts,
+        candidates: Sequence[Candidate],
         acceptance: Acceptance,
         is_boundary: Callable[[int], bool],
         *,
         defer: str = "auto",
         trace: Trace | None = None,
+        log: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """`costs` are the draft's, on the CPUs that it computes on."""
-        self.model, self.counts, self.defer = model, DraftCounts(), DeferChoice(defer)
+        """The first of `candidates` that is open drafts; one at least must be. Whatever becomes of
+        them is told to `log`, a line each time.
+        """
+        self.candidates, self._log = list(candidates), log
+        self.counts, self.defer = DraftCounts(), DeferChoice(defer)
         self.broken: str | None = None
         """Why the draft is not asked any more."""
-        self.step_s = costs.of(1)
-        """Seconds of a pass that says what comes after a token; learned from each."""
         self.passes_unasked = 0
         """Passes of the target since it was asked last."""
         self._waits = {False: (0.0, 0.0), True: (0.0, 0.0)}
         """Seconds waited and tokens gained, by deferral; decaying sums."""
         self._failures_in_a_row = 0
-        self._text_row_s = costs.of(17) / 17
         self._acceptance, self._is_boundary = acceptance, is_boundary
         self.trace = trace
+        opened = [c.opened for c in self.candidates if c.opened is not None]
+        self.window = max(o.model.layout.window for o in opened)
+        """Tokens of a text that any of them has use for."""
+        self.head = opened[0].model.head
+        self._use(next(c for c in self.candidates if c.opened is not None))
+        self._queue: queue.SimpleQueue[Ask | Candidate | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="headrace-draft", daemon=True)
+        self._opener: threading.Thread | None = None
+        self._starting = threading.Lock()
+        self._is_closed = False
+
+    def _use(self, candidate: Candidate) -> None:
+        """The candidate drafts from now on; it knows no text."""
+        assert candidate.opened is not None
+        self.candidate = candidate
+        self.model, costs = candidate.opened.model, candidate.opened.costs
+        self.step_s = costs.of(1)
+        """Seconds of a pass that says what comes after a token; learned from each."""
+        self._text_row_s = costs.of(17) / 17
         self._width = max(
             r for r in range(1, _MAX_WIDTH + 1) if costs.of(r) <= _CHEAP * self.step_s
         )
-        lanes = model.backend.facts.lanes
-        self._lanes = [DraftLane(model, i) for i in range(lanes)]
+        lanes = self.model.backend.facts.lanes
+        self._lanes = [DraftLane(self.model, i) for i in range(lanes)]
         self._owners: list[weakref.ref[Place] | None] = [None] * lanes
-        self._queue: queue.SimpleQueue[Ask | None] = queue.SimpleQueue()
         self._open: list[DraftLane] = []
         """Lanes to go on with while their proposals are verified."""
         self._owed: set[DraftLane] = set()
         """Those of them whose verdict is due."""
-        self._thread = threading.Thread(target=self._run, name="headrace-draft", daemon=True)
-        self._starting = threading.Lock()
+        self._failures_in_a_row = 0
 
     # the requests' side
 
@@ -157,47 +175,116 @@ class Drafter:
             self.broken = f"a pass took longer than {HANG_S:g} s"
 
     def close(self) -> None:
-        """Ends the thread, which closes the model. One that hangs is left alone, with the memory
-        that it may write to. May be called again, and by a finalizer in any thread.
+        """Ends the thread, which closes the candidates. One that hangs is left alone, with the
+        memory that it may write to. May be called again, and by a finalizer in any thread.
         """
         with self._starting:
-            is_running = self._thread.ident is not None
+            self._is_closed, is_running = True, self._thread.ident is not None
             self.broken = self.broken or "the model is closed"
+            opener = self._opener
+        if opener is not None:
+            opener.join(timeout=HANG_S)
         if not is_running:
-            self.model.close()
+            self._close_candidates()
             return
         self._queue.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=HANG_S)
 
+    def _close_candidates(self) -> None:
+        for candidate in self.candidates:
+            candidate.close()
+
     # the thread's side
 
     def _run(self) -> None:
         while True:
-            ask = self._next()
-            if ask is None:
+            asked = self._next()
+            if asked is None:
                 break
+            if isinstance(asked, Candidate):
+                self._take_back(asked)
+                continue
             start = time.perf_counter()
             try:
-                self._answer(ask)
-                self._failures_in_a_row = 0
-            except Exception as error:  # noqa: BLE001  whatever a backend raises, the text goes on
-                ask.error = error
-                self._note_failure(error)
-                self._drop_lane_of(ask.place)
+                self._attempt(asked)
             finally:
                 self.counts.busy_s += time.perf_counter() - start
-                ask.done.set()
-            del ask  # its request may be dropped while the thread waits
-        self.model.close()
+                asked.done.set()
+            del asked  # its request may be dropped while the thread waits
+        self._close_candidates()
 
-    def _note_failure(self, error: Exception) -> None:
+    def _attempt(self, ask: Ask) -> None:
+        """Answers by the candidate that drafts, or by the one that takes its place."""
+        ask.guesser.follow(ask.new)
+        is_open = True
+        while is_open:
+            try:
+                self._answer(ask)
+                self._failures_in_a_row, ask.error = 0, None
+                return
+            except Exception as error:  # noqa: BLE001  whatever a backend raises, the text goes on
+                ask.error = error
+                self._drop_lane_of(ask.place)
+                is_open = self._note_failure(error)
+
+    def _note_failure(self, error: Exception) -> bool:
+        """Whether another candidate has taken over."""
         self.counts.failures += 1
         self._failures_in_a_row += 1
-        if self._failures_in_a_row >= MAX_FAILURES:
-            self.broken = f"{MAX_FAILURES} errors in a row, the last: {error}"
+        failed = self.candidate
+        if self._failures_in_a_row < failed.patience:
+            return False
+        left = self.candidates[self.candidates.index(failed) + 1 :]
+        other = next((c for c in left if c.opened is not None), None)
+        if other is None:
+            self.broken = f"{failed.patience} errors in a row, the last: {error}"
+            return False
+        failed.breaker.failed()
+        self._use(other)
+        self.counts.switches += 1
+        self._log(
+            f"the draft on the {failed.name.upper()} failed ({error}); the {other.name.upper()} "
+            "goes on, and it is tried again later"
+        )
+        return True
 
-    def _next(self) -> Ask | None:
+    def _reopen_what_is_due(self) -> None:
+        """In a thread of its own: a device that failed may hang."""
+        better = self.candidates[: self.candidates.index(self.candidate)]
+        due = next((c for c in better if c.reopen is not None and c.breaker.is_due), None)
+        with self._starting:
+            is_busy = self._opener is not None and self._opener.is_alive()
+            if due is None or is_busy or self.broken is not None:
+                return
+            self._opener = threading.Thread(
+                target=self._reopen, args=(due,), name="headrace-npu", daemon=True
+            )
+            self._opener.start()
+
+    def _reopen(self, candidate: Candidate) -> None:
+        assert candidate.reopen is not None
+        try:
+            candidate.close()
+            opened = candidate.reopen()
+        except Exception:  # noqa: BLE001  that it failed was said once; this only takes longer
+            self.counts.failures += 1
+            candidate.breaker.failed()
+            return
+        with self._starting:
+            candidate.opened, is_wanted = opened, not self._is_closed
+        if is_wanted:
+            self._queue.put(candidate)
+        else:
+            candidate.close()
+
+    def _take_back(self, candidate: Candidate) -> None:
+        candidate.breaker.works()
+        self._use(candidate)
+        self.counts.returns += 1
+        self._log(f"the draft is back on the {candidate.name.upper()}")
+
+    def _next(self) -> Ask | Candidate | None:
         """The next question; until there is one, goes on behind what is being verified."""
         while self._open:
             with suppress(queue.Empty):
@@ -208,16 +295,16 @@ class Drafter:
                 if self._go_on(lane):
                     self._open.append(lane)
             except Exception as error:  # noqa: BLE001  as above
-                self._note_failure(error)
                 lane.restart()
+                self._note_failure(error)
             self.counts.busy_s += time.perf_counter() - start
+        self._reopen_what_is_due()
         start = time.perf_counter()
-        ask = self._queue.get()
+        asked = self._queue.get()
         self.counts.idle_s += time.perf_counter() - start
-        return ask
+        return asked
 
     def _answer(self, ask: Ask) -> None:
-        ask.guesser.follow(ask.new)
         lane = self._lane_of(ask)
         if lane is None:
             return

@@ -28,7 +28,7 @@ class Drafting:
     ) -> None:
         """`tokens` are the last ones of a text of `length` tokens."""
         self._drafter, self._guesser, self._place = drafter, guesser, Place()
-        self._window = drafter.model.layout.window
+        self._window = drafter.window
         self._tokens = list(tokens[-self._window :])
         self._length = length
         self._new: list[int] = []

@@ -14,10 +14,12 @@ from headrace.models.manifest import DRAFT, TARGET, TOKENIZER, Bundle
 from headrace.models.vocab_map import load_vocab_map
 from headrace.runtime import prepare
 from headrace.runtime.backend import LaneBackend
+from headrace.runtime.candidate import Candidate, Opened
 from headrace.runtime.config import RuntimeConfig
 from headrace.runtime.cores import Placement
 from headrace.runtime.draft import DraftModel, draft_capacity, draft_layout
-from headrace.runtime.drafter import Drafter
+from headrace.runtime.drafter import MAX_FAILURES, Drafter
+from headrace.runtime.on_npu import npu_candidates
 from headrace.runtime.ort import OrtBackend
 from headrace.runtime.pace import Pace, PassCosts, costs_of, measured_past
 from headrace.runtime.prior import SharedIndex
@@ -114,7 +116,7 @@ class Loader:
         """All sources of proposals. Raises as `LLM` does."""
         pace = Pace(costs)
         drafter = None
-        if self.bundle.draft is not None:
+        if self.bundle.draft is not None and self.config.draft_device != "none":
             drafter = self._drafter(pace, tokenizer.ends_segment, trace)
         return Speculation(
             pace, self.config.speculate, tokenizer.ends_segment, SharedIndex(), corpus, drafter
@@ -123,6 +125,26 @@ class Loader:
     def _drafter(
         self, pace: Pace, is_boundary: Callable[[int], bool], trace: Trace | None
     ) -> Drafter:
+        return Drafter(
+            self._candidates(),
+            pace.acceptance,
+            is_boundary,
+            defer=self.config.defer,
+            trace=trace,
+            log=self.say,
+        )
+
+    def _candidates(self) -> list[Candidate]:
+        """Places for the draft: the NPU if there is one, and the CPU, which stands in for it.
+
+        Raises NpuError for an NPU that is asked for by name and cannot be had.
+        """
+        device, found = self.config.draft_device, []
+        if device != "cpu":
+            found += npu_candidates(self.bundle, self.config, self.cache, self.say)
+        return [*found, Candidate("cpu", self._on_cpu(), patience=MAX_FAILURES)]
+
+    def _on_cpu(self) -> Opened:
         record = self.bundle.draft
         assert record is not None
         placement = self.config.draft_placement()
@@ -135,19 +157,6 @@ class Loader:
             capacity=draft_capacity(record.config),
             cpus=placement.cpus,
         )
-        costs = self.costs(backend, prepared.folder, placement)
-        model = DraftModel(
-            backend,
-            record.config,
-            record.kv,
-            load_vocab_map(self.bundle),
-            draft_layout(record.config),
-        )
-        return Drafter(
-            model,
-            costs,
-            pace.acceptance,
-            is_boundary,
-            defer=self.config.defer,
-            trace=trace,
-        )
+        layout, vocab_map = draft_layout(record.config), load_vocab_map(self.bundle)
+        model = DraftModel(backend, record.config, record.kv, vocab_map, layout)
+        return Opened(model, self.costs(backend, prepared.folder, placement))

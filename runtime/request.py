@@ -339,6 +339,10 @@ class DraftCounts:
     late: int = 0
     """Proposals that were not waited for."""
     failures: int = 0
+    switches: int = 0
+    """From a place that failed to another, as from the NPU to the CPU."""
+    returns: int = 0
+    """To a place that had failed."""
     busy_s: float = 0.0
     idle_s: float = 0.0
     """Waiting to be asked."""

@@ -124,7 +124,7 @@ class Speculator:
         drafter = shared.drafter
         self._draft_before = replace(drafter.counts) if drafter is not None else None
         if drafter is not None and drafter.broken is None and sources != "lookup":
-            guesser = Guesser(sampler, self._accept, drafter.model.head)
+            guesser = Guesser(sampler, self._accept, drafter.head)
             self._drafting = Drafting(drafter, guesser, text.tokens, text.length)
         self._asked_at: float | None = None
         self._passes = 0

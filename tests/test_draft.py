@@ -109,7 +109,7 @@ def test_rows_drafted_beyond_the_tail_move_with_the_eviction(model: DraftModel, 
             lane.follow(text[-model.layout.window :], len(text))
         assert drafting.state == following.state
         end = drafting.state.num_slots
-        keys = [model.backend.arena.rows(lane, 0, end + 1)[0, 0] for lane in (0, 1)]
+        keys = [model.backend.arena.read(lane, 0, end + 1)[0, 0] for lane in (0, 1)]
         np.testing.assert_allclose(keys[0], keys[1], atol=1e-5)
         for _ in range(24):
             node = len(drafting.nodes) - 1

@@ -16,7 +16,7 @@ from tiny_pairs import NUM_TOKENS, VOCAB_SIZE, pair, permuted
 
 from headrace import LLM, SamplingParams
 from headrace.runtime import drafter as drafter_module
-from headrace.runtime.backend import Backend
+from headrace.runtime.backend import LaneBackend
 from headrace.runtime.batch import F32, LaneRows
 from headrace.runtime.defer import DeferChoice
 from headrace.runtime.drafter import Drafter
@@ -56,7 +56,7 @@ def drafter_of(llm: LLM) -> Drafter:
 class Faulty:
     """A draft's backend with something done to its logits."""
 
-    def __init__(self, inner: Backend, spoil: Callable[[F32], F32]) -> None:
+    def __init__(self, inner: LaneBackend, spoil: Callable[[F32], F32]) -> None:
         self._inner, self._spoil = inner, spoil
 
     def __getattr__(self, name: str) -> object:

@@ -125,7 +125,12 @@ def say_if_broken(llm: LLM) -> None:
 
 def _draft_troubles(drafter: Drafter) -> list[tuple[str, str]]:
     counts = drafter.counts
-    troubles = {"late": counts.late, "failures": counts.failures}
+    troubles = {
+        "late": counts.late,
+        "failures": counts.failures,
+        "switches": counts.switches,
+        "returns": counts.returns,
+    }
     parts = [f"{name} {count:,}" for name, count in troubles.items() if count]
     if drafter.broken is not None:
         parts.append(f"not asked any more: {drafter.broken}")

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, get_args
 import click
 
 from headrace.errors import UsageError
-from headrace.runtime.config import Defer, RuntimeConfig
+from headrace.runtime.config import Defer, DraftDevice, NpuCores, RuntimeConfig
 from headrace.runtime.request import Accept, Exactness, SamplingParams, Sources
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -35,6 +35,8 @@ _KINDS: dict[str, dict[str, Any]] = {
     "Accept": {"type": click.Choice(get_args(Accept))},
     "Sources": {"type": click.Choice(get_args(Sources))},
     "Defer": {"type": click.Choice(get_args(Defer))},
+    "DraftDevice": {"type": click.Choice(get_args(DraftDevice))},
+    "NpuCores": {"type": click.Choice(get_args(NpuCores))},
     "Path | None": {"type": click.Path(path_type=Path), "metavar": "FILE"},
 }
 """How a field is asked for, by its annotation."""

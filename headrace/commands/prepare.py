@@ -19,7 +19,15 @@ _MEASURED_CTX = 1024
 
 @click.command(name="prepare")
 @click.argument("bundle", type=click.Path(path_type=Path))
-@runtime_flags("target_threads", "target_cpus", "draft_threads", "draft_cpus")
+@runtime_flags(
+    "target_threads",
+    "target_cpus",
+    "draft_device",
+    "npu_library",
+    "npu_cores",
+    "draft_threads",
+    "draft_cpus",
+)
 def command(bundle: Path, **flags: Any) -> None:
     """Make a bundle's weights ready for this machine.
 

@@ -1,0 +1,104 @@
+"""The NPU as a place for the draft. `headrace.npu` is imported on use: most machines have none."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from headrace.errors import BundleError, NpuDeviceError, NpuError, NpuMissingError, NpuTimeoutError
+from headrace.models.manifest import NPU, NPU_EMBEDDINGS, NPU_IO, Bundle
+from headrace.models.npu_io import NpuFiles, NpuIo
+from headrace.models.records import DraftRecord
+from headrace.models.vocab_map import load_vocab_map
+from headrace.runtime.candidate import Candidate, Opened
+from headrace.runtime.config import RuntimeConfig
+from headrace.runtime.draft import DraftModel
+from headrace.runtime.pace import costs_of
+from headrace.runtime.ring import RingLayout
+
+TRANSPORTS = {"npu": "headrace.npu.backend", "npu-lite": "headrace.npu.lite"}
+"""Modules with a function `open_backend`, by what `draft_device` calls them."""
+
+_TRANSIENT = (NpuDeviceError, NpuTimeoutError)
+"""What may be over after a while."""
+
+
+def npu_candidates(
+    bundle: Bundle, config: RuntimeConfig, cache: Path, say: Callable[[str], None]
+) -> list[Candidate]:
+    """The NPU, opened, or to be tried again later; nothing where there is none.
+
+    Raises BundleError, NpuError where `config` insists on it.
+    """
+    record, wanted = bundle.draft, config.draft_device
+    if record is None or record.npu is None:
+        if wanted in TRANSPORTS:
+            raise BundleError(
+                f"{bundle.path}: has no draft for an NPU; export it with --platform, or leave "
+                "--draft-device out"
+            )
+        return []
+    name = wanted if wanted in TRANSPORTS else "npu"
+    opener = _Opener(name, bundle, record, config, cache, say)
+    candidate = Candidate(name, None, patience=1, reopen=opener.open)
+    try:
+        candidate.opened = opener.open()
+    except NpuError as error:
+        if wanted in TRANSPORTS:
+            raise
+        is_missing = isinstance(error, NpuMissingError)
+        why = "there is no NPU" if is_missing else f"the NPU cannot be used: {error}"
+        say(f"the draft runs on the CPU: {why}")
+        if not isinstance(error, _TRANSIENT):
+            return []
+        candidate.breaker.failed()
+    return [candidate]
+
+
+class _Opener:
+    """Opens the draft on the NPU, and again after it failed."""
+
+    def __init__(
+        self,
+        name: str,
+        bundle: Bundle,
+        record: DraftRecord,
+        config: RuntimeConfig,
+        cache: Path,
+        say: Callable[[str], None],
+    ) -> None:
+        self._name, self._bundle, self._record = name, bundle, record
+        self._config, self._cache, self._say = config, cache, say
+
+    def open(self) -> Opened:
+        """Raises NpuError, BundleError."""
+        bundle, config = self._bundle, self._record.config
+        io = NpuIo.load(bundle.file(NPU_IO))
+        files = NpuFiles(bundle.file(NPU), bundle.file(NPU_EMBEDDINGS), io, config)
+        backend = importlib.import_module(TRANSPORTS[self._name]).open_backend(
+            files,
+            library=self._config.npu_library,
+            lanes=self._config.lanes,
+            cores=self._config.npu_cores,
+        )
+        try:
+            g = io.geometry
+            layout = RingLayout(g.sinks, g.window, g.unit)
+            model = DraftModel(backend, config, "f16", load_vocab_map(bundle), layout)
+            costs = costs_of(backend, self._costs_path(backend.version), self._say)
+        except BaseException:
+            backend.close()
+            raise
+        return Opened(model, costs)
+
+    def _costs_path(self, version: str) -> Path:
+        """Of this model with this library, driver and choice of cores."""
+        what = self._bundle.manifest.files[NPU].sha256 + self._config.npu_cores + version
+        digest = hashlib.sha256(what.encode()).hexdigest()[:16]
+        words = re.sub(r"[^0-9.]+", "-", version).strip("-")
+        folder = self._cache / "npu"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder / f"costs-{self._name}-{words}-{digest}.json"
