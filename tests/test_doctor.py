@@ -595,10 +595,13 @@ def test_garbage_in_a_file_is_a_finding(good: Tree, data: st.DataObject) -> None
     """Any two files may hold anything; a beginning that looks right may be followed by garbage."""
     chosen = st.lists(st.sampled_from(list(files(good.root))), max_size=2, unique=True)
     before = {place: place.read_bytes() for place in data.draw(chosen)}
-    for place, content in before.items():
-        kept = data.draw(st.integers(0, len(content)))
-        place.write_bytes(content[:kept] + data.draw(GARBAGE))
+    after = {
+        place: content[: data.draw(st.integers(0, len(content)))] + data.draw(GARBAGE)
+        for place, content in before.items()
+    }
     try:
+        for place, content in after.items():
+            place.write_bytes(content)
         good.examine()
     finally:
         for place, content in before.items():
