@@ -247,8 +247,9 @@ class RknnBackend:
         tensor = variant.outputs["logits"]
         self._from_device(tensor.buffer)
         columns = tensor.native[0, :, 0][:, list(wanted)]  # [c1, n, c2]
-        _require_numbers(columns)
-        return tensor.layout.decode(tensor.layout.joined(columns, self._config.num_logits))
+        logits = tensor.layout.joined(columns, self._config.num_logits)
+        _require_numbers(logits)
+        return tensor.layout.decode(logits)
 
     def _to_device(self, buffer: Buffer) -> None:
         buffer.to_device()

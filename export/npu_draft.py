@@ -1,0 +1,52 @@
+"""A draft for the NPU: its graph, its embeddings, and what a board's runtime must know of both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from headrace.export.calibrate import FloatWeights
+from headrace.export.checkpoint import Checkpoint
+from headrace.export.npu_graph import build_npu
+from headrace.export.npu_text import FP16_MASK, INT8_MASK
+from headrace.export.quantize import F32
+from headrace.models.manifest import NPU_EMBEDDINGS, NPU_GRAPH, NPU_IO
+from headrace.models.npu_io import NpuGeometry, NpuIo
+
+_TABLE_ROWS = 4096
+
+
+def write_npu_files(
+    checkpoint: Checkpoint,
+    folder: Path,
+    geometry: NpuGeometry,
+    *,
+    platform: str,
+    toolkit: str,
+    quant: str,
+    on_layer: Callable[[int], None] = lambda layer: None,
+) -> NpuIo:
+    """Writes all of an NPU draft but the compiled model itself, into a bundle's folder."""
+    config, weights = checkpoint.config, FloatWeights(checkpoint)
+    build_npu(folder / NPU_GRAPH, config, geometry, weights.__getitem__, on_layer)
+    with (folder / NPU_EMBEDDINGS).open("wb") as file:
+        table = weights["model.embed_tokens.weight"]
+        for start in range(0, len(table), _TABLE_ROWS):
+            rows = table[start : start + _TABLE_ROWS] * np.float32(config.embed_scale)
+            file.write(rows.astype(np.float16).tobytes())
+    mask = FP16_MASK if quant == "fp16" else INT8_MASK
+    io = NpuIo.expected(
+        config, geometry, platform=platform, toolkit=toolkit, quant=quant, mask=mask
+    )
+    io.save(folder / NPU_IO)
+    return io
+
+
+def embeddings(folder: Path, checkpoint: Checkpoint) -> F32:
+    """[vocab_size, hidden_size] as `write_npu_files` wrote them, mapped until they are used."""
+    config = checkpoint.config
+    shape = (config.vocab_size, config.hidden_size)
+    table = np.memmap(folder / NPU_EMBEDDINGS, np.float16, "r", shape=shape)
+    return table.astype(np.float32)
