@@ -6,7 +6,7 @@ import dataclasses
 import json
 from pathlib import Path
 
-from headrace.export.build import open_checkpoint
+from headrace.export.checkpoint import open_checkpoint
 from headrace.export.npu_draft import write_npu_files
 from headrace.intact import sha256
 from headrace.models.manifest import MANIFEST, NPU, Bundle, FileRecord
