@@ -12,7 +12,7 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.npu.sysroot import Sysroot
+from headrace.npu.sysroot import Sysroot, one_line
 
 _READ_WRITE = 6
 
@@ -74,7 +74,7 @@ def read_user(tree: Sysroot) -> User | None:
         return None
     uid = ids["Uid"][1]
     rows = (line.split(":") for line in tree.text("/etc/passwd").splitlines())
-    name = next((row[0] for row in rows if len(row) > 2 and row[2] == str(uid)), "")
+    name = next((one_line(row[0]) for row in rows if len(row) > 2 and row[2] == str(uid)), "")
     listed = frozenset(group for group, _, members in _groups(tree) if name and name in members)
     return User(uid, name, frozenset(ids.get("Groups", []) + ids.get("Gid", [])[1:2]), listed)
 
@@ -98,7 +98,7 @@ def _groups(tree: Sysroot) -> list[tuple[str, int, list[str]]]:
     """Name, id and members of each group."""
     rows = (line.split(":") for line in tree.text("/etc/group").splitlines())
     return [
-        (row[0], int(row[2]), row[3].split(","))
+        (one_line(row[0]), int(row[2]), row[3].split(","))
         for row in rows
         if len(row) == 4 and re.fullmatch(r"[0-9]{1,9}", row[2])
     ]

@@ -10,21 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.npu.access import Node, User, read_node, read_user
-from headrace.npu.sysroot import Sysroot, elf_machine, first_match
-
-LIBRARY_FOLDERS = (
-    "/usr/local/lib/aarch64-linux-gnu",
-    "/usr/local/lib",
-    "/lib/aarch64-linux-gnu",
-    "/usr/lib/aarch64-linux-gnu",
-    "/lib",
-    "/usr/lib",
-)
-"""Where the loader of Debian and Ubuntu looks."""
-
-LIBRARY_NAME = "librknnrt.so"
-
-_LIBRARY_VERSION = re.compile(rb"librknnrt version: ([0-9]{1,4}(?:\.[0-9a-z]{1,8}){1,3})[\s(\0]")
+from headrace.npu.installed import Library, read_libraries
+from headrace.npu.sysroot import Sysroot, elf_machine, one_line
 
 _DRIVER_FILES = (
     "/sys/module/rknpu/version",
@@ -40,14 +27,6 @@ _NUMBER = r"[0-9]{1,4}(?:\.[0-9]{1,4}){1,3}"
 
 _BIG_PART = 0xD0B
 """`CPU part` of Cortex-A76, the big core of an RK3588."""
-
-
-@dataclass(frozen=True)
-class Library:
-    path: str
-    machine: str | None
-    """None if it is no library at all."""
-    version: str | None
 
 
 @dataclass(frozen=True)
@@ -146,19 +125,19 @@ def read_board(root: Path, library: Path | None = None) -> Board:
     policies = [n for n in tree.names("/sys/devices/system/cpu/cpufreq") if n.startswith("policy")]
     return Board(
         model=_model(tree),
-        compatible=tuple(_device_tree(tree, "compatible").split()),
-        kernel=tree.text("/proc/sys/kernel/osrelease"),
+        compatible=tuple(map(one_line, _device_tree(tree, "compatible").split())),
+        kernel=tree.line("/proc/sys/kernel/osrelease"),
         is_armbian=tree.exists("/etc/armbian-release"),
         architecture=_architecture(tree),
         user=read_user(tree),
         npu=_npu(tree),
-        libraries=_libraries(tree, library),
+        libraries=read_libraries(tree, library),
         npu_clock=next((c for c in clocks if c.folder.endswith(".npu")), None),
         ddr_clock=next((c for c in clocks if "dmc" in c.folder.rsplit("/", 1)[1]), None),
         cpu_clocks=tuple(_cpufreq(tree, f"/sys/devices/system/cpu/cpufreq/{n}") for n in policies),
         cores=_cores(tree),
         memory=_memory(tree),
-        swaps=tuple(line.split()[0] for line in tree.text("/proc/swaps").splitlines()[1:] if line),
+        swaps=_swaps(tree),
         open_files=_open_files(tree),
         heat=_heat(tree),
     )
@@ -174,7 +153,7 @@ def _device_tree(tree: Sysroot, name: str) -> str:
 
 def _model(tree: Sysroot) -> str:
     desktop = (tree.text(f"/sys/class/dmi/id/{name}") for name in ("sys_vendor", "product_name"))
-    return _line(_device_tree(tree, "model") or " ".join(filter(None, desktop)))
+    return one_line(_device_tree(tree, "model") or " ".join(filter(None, desktop)))
 
 
 def _architecture(tree: Sysroot) -> str | None:
@@ -182,7 +161,7 @@ def _architecture(tree: Sysroot) -> str | None:
     for program in ("/proc/self/exe", "/usr/bin/python3", "/bin/sh"):
         if machine := elf_machine(tree.resolve(program)):
             return machine
-    return _line(tree.text("/proc/sys/kernel/arch")) or None
+    return tree.line("/proc/sys/kernel/arch") or None
 
 
 def _npu(tree: Sysroot) -> Npu:
@@ -194,7 +173,7 @@ def _npu(tree: Sysroot) -> Npu:
         device=device,
         driver=_driver(tree, f"{devices}/{device}") if device else "",
         driver_version=_driver_version(tree),
-        status=_line(_device_tree(tree, f"npu@{address}/status")),
+        status=one_line(_device_tree(tree, f"npu@{address}/status")),
         has_rocket=tree.exists("/sys/bus/platform/drivers/rocket")
         or tree.exists("/dev/accel/accel0"),
         nodes=nodes,
@@ -253,31 +232,12 @@ def _is_npus(tree: Sysroot, name: str) -> bool:
     return _driver(tree, device) == "RKNPU" or tree.real_name(device).endswith(".npu")
 
 
-def _libraries(tree: Sysroot, library: Path | None) -> tuple[Library, ...]:
-    """Each file once, though folders may be links to others."""
-    places = {}
-    if library is not None:
-        places[library] = str(library)
-    else:
-        for folder in LIBRARY_FOLDERS:
-            path = f"{folder}/{LIBRARY_NAME}"
-            if (place := tree.resolve(path)) is not None:
-                places.setdefault(place, path)
-    found = []
-    for place, path in places.items():
-        if place.exists():
-            version = first_match(place, _LIBRARY_VERSION)
-            machine = elf_machine(place)
-            found.append(Library(path, machine, version.decode() if version else None))
-    return tuple(found)
-
-
 def _devfreq(tree: Sysroot, folder: str) -> Clock:
     steps = re.findall(r"\b[0-9]{1,15}\b", tree.text(f"{folder}/available_frequencies"))
     most = tree.number(f"{folder}/max_freq")
     return Clock(
         folder,
-        _line(tree.text(f"{folder}/governor")),
+        tree.line(f"{folder}/governor"),
         tree.number(f"{folder}/cur_freq"),
         tree.number(f"{folder}/min_freq"),
         most,
@@ -292,7 +252,7 @@ def _cpufreq(tree: Sysroot, folder: str) -> Clock:
 
     return Clock(
         folder,
-        _line(tree.text(f"{folder}/scaling_governor")),
+        tree.line(f"{folder}/scaling_governor"),
         hertz("scaling_cur_freq"),
         hertz("scaling_min_freq"),
         hertz("scaling_max_freq"),
@@ -314,7 +274,7 @@ def _cores(tree: Sysroot) -> Cores:
         online,
         _cpu_list(tree.text(f"{folder}/present")) or online,
         tuple(sorted(cpu for cpu, part in parts.items() if part == _BIG_PART)),
-        capped[0] if capped else "",
+        one_line(capped[0]) if capped else "",
     )
 
 
@@ -334,6 +294,12 @@ def _memory(tree: Sysroot) -> dict[str, int]:
     return {name: int(kib) << 10 for name, kib in lines}
 
 
+def _swaps(tree: Sysroot) -> tuple[str, ...]:
+    """Files and devices; the first line is a heading."""
+    rows = (line.split() for line in tree.text("/proc/swaps").splitlines()[1:])
+    return tuple(one_line(row[0]) for row in rows if row)
+
+
 def _open_files(tree: Sysroot) -> tuple[int, int] | None:
     words = r"([0-9]{1,18}|unlimited)\s+([0-9]{1,18}|unlimited)\b"
     found = re.search(rf"^Max open files\s+{words}", tree.text("/proc/self/limits"), re.MULTILINE)
@@ -347,7 +313,7 @@ def _heat(tree: Sysroot) -> Heat | None:
     folder = "/sys/class/thermal"
     found, throttled = [], []
     for name in tree.names(folder):
-        kind = _line(tree.text(f"{folder}/{name}/type"))
+        kind = tree.line(f"{folder}/{name}/type")
         reading = tree.number(f"{folder}/{name}/temp") or 0
         if name.startswith("thermal_zone") and 0 < reading < 200_000:
             found.append((reading / 1000, kind or name))
@@ -359,8 +325,3 @@ def _heat(tree: Sysroot) -> Heat | None:
         return None
     degrees, zone = max(found)
     return Heat(zone, degrees, tuple(throttled))
-
-
-def _line(text: str) -> str:
-    """One short line of printable characters, for a table."""
-    return "".join(c if c.isprintable() else " " for c in text[:120]).strip()

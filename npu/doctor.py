@@ -10,8 +10,9 @@ from pathlib import Path
 
 from headrace.npu import machine
 from headrace.npu.access import Node, User, may_use
-from headrace.npu.board import Board, Library, read_board
+from headrace.npu.board import Board, read_board
 from headrace.npu.finding import Finding, Needs, Status, failed, passed, warned
+from headrace.npu.installed import Library
 from headrace.npu.librknnrt import MIN_DRIVER, version_tuple
 from headrace.sizes import MIB, show_size
 

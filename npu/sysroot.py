@@ -67,6 +67,10 @@ class Sysroot:
         data = _head(self.resolve(path), _MOST_BYTES)
         return data.replace(b"\0", b"\n").decode("utf-8", errors="replace").strip()
 
+    def line(self, path: str) -> str:
+        """The beginning of a file that holds a line; empty if it cannot be read."""
+        return one_line(self.text(path))
+
     def number(self, path: str) -> int | None:
         """A file that holds one whole number."""
         text = self.text(path)
@@ -102,6 +106,11 @@ class Sysroot:
         """The last part of what a link leads to; empty if there is none."""
         place = self.resolve(path)
         return "" if place is None else place.name
+
+
+def one_line(text: str) -> str:
+    """The beginning of a text, fit for a table whatever it holds."""
+    return "".join(c if c.isprintable() else " " for c in text[:120]).strip()
 
 
 def elf_machine(place: Path | None) -> str | None:

@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from headrace.errors import BundleError
 from headrace.models.npu_io import NativeTensor, NpuGeometry, NpuIo, NpuVariant
 from headrace.npu.access import Node, User, may_use
-from headrace.npu.board import LIBRARY_FOLDERS, read_board
+from headrace.npu.board import read_board
 from headrace.npu.doctor import Finding, Needs, examine, worst
+from headrace.npu.installed import LIBRARY_FOLDERS
 from headrace.npu.sysroot import Sysroot
 
 GENERAL = Needs()
@@ -71,7 +72,7 @@ class Tree:
         named = {finding.name: finding for finding in findings}
         assert len(named) == len(findings)
         for finding in findings:
-            assert "\n" not in finding.found + (finding.remedy or "")
+            assert (finding.found + (finding.remedy or "")).isprintable()
         return named
 
     def status(self, name: str, needs: Needs = GENERAL) -> str:
