@@ -9,7 +9,7 @@ import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import headrace
@@ -17,8 +17,17 @@ from headrace.errors import StorageError, UsageError
 from headrace.export.checkpoint import Checkpoint, open_checkpoint
 from headrace.export.draft import Draft, find_draft
 from headrace.export.model import ModelJob, WrittenModel, needs_calibration, write_model
-from headrace.export.options import QUANTS, DraftOptions, ExportOptions
+from headrace.export.npu_build import NpuJob, export_npu
+from headrace.export.options import (
+    NPU_QUANTS,
+    PLATFORMS,
+    QUANTS,
+    DraftOptions,
+    ExportOptions,
+    NpuOptions,
+)
 from headrace.export.report import Reporter, Silent
+from headrace.export.rknn_env import find_env
 from headrace.export.text import I64, Text, read_text
 from headrace.intact import sha256
 from headrace.models.iospec import KV_DTYPES
@@ -55,6 +64,7 @@ def export(
         TokenizerMismatchError: the draft's tokenizer does not suit the target.
         ExportError: a graph is too far from the float reference.
         StorageError: `out` cannot be written. Nothing is left behind in any of these cases.
+        RknnToolkitError: the compiler of an NPU draft is missing, or failed.
         UsageError: an option is unknown or out of range, or `out` exists.
     """
     options, report = options or ExportOptions(), report or Silent()
@@ -63,6 +73,7 @@ def export(
     _check_quant("quant", options.quant)
     if options.draft is not None:
         _check_quant("draft_quant", options.draft.quant)
+        _check_npu(options.draft.npu)
     if out.exists():
         raise UsageError(f"{out}: exists already; choose another name or remove it")
     with _whole_or_absent(out) as folder:
@@ -73,6 +84,19 @@ def export(
 def _check_quant(name: str, quant: str | None) -> None:
     if quant not in (None, *QUANTS):
         raise UsageError(f"{name}: got {quant!r}, allowed are {', '.join(QUANTS)}")
+
+
+def _check_npu(npu: NpuOptions | None) -> None:
+    """Before anything is computed. Raises UsageError, RknnToolkitError."""
+    if npu is None:
+        return
+    for name, value, known in (
+        ("platform", npu.platform, PLATFORMS),
+        ("npu_quant", npu.quant, NPU_QUANTS),
+    ):
+        if value not in known:
+            raise UsageError(f"{name}: got {value!r}, allowed are {', '.join(known)}")
+    find_env()
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,7 +183,20 @@ class _Export:
         )
         written = write_model(job, self.folder / DRAFT, self.report)
         draft.vocab_map.save(self.folder / VOCAB_MAP)
-        return draft.record(written, target.logits, sha256(self.folder / TOKENIZER))
+        record = draft.record(written, target.logits, sha256(self.folder / TOKENIZER))
+        assert self.options.draft is not None
+        if self.options.draft.npu is None:
+            return record
+        npu = NpuJob(
+            draft.checkpoint,
+            self.options.draft.npu,
+            ids,
+            job.parity_columns,
+            target.logits,
+            draft.vocab_map.to_target,
+            self.options.force,
+        )
+        return replace(record, npu=export_npu(npu, self.folder, self.report))
 
     def calibration_ids(self, text: Text) -> I64:
         """The float pass that int8 caches and the int4 search need."""

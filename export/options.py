@@ -13,6 +13,22 @@ QUANTS = ("keep", "int8", "int4", "f32")
 _LAYERS = re.compile(r"(\d{1,4})(?:-(\d{1,4}))?", re.ASCII)
 
 
+PLATFORMS = ("rk3588",)
+NPU_QUANTS = ("fp16", "w8a8")
+
+
+@dataclass(frozen=True)
+class NpuOptions:
+    """How the draft is compiled for an NPU."""
+
+    platform: str = "rk3588"
+    """One of PLATFORMS."""
+    quant: str = "fp16"
+    """One of NPU_QUANTS."""
+    ctx: int | None = None
+    """Tokens that a lane's main inputs hold; None goes by the model."""
+
+
 @dataclass(frozen=True)
 class DraftOptions:
     """What the draft is made of."""
@@ -27,6 +43,8 @@ class DraftOptions:
     """Tokens that its head keeps, the most frequent ones of `vocab_corpus`; None keeps all."""
     vocab_corpus: tuple[Path, ...] = ()
     """UTF-8 texts like those in service."""
+    npu: NpuOptions | None = None
+    """Compile it for an NPU as well."""
 
 
 @dataclass(frozen=True)

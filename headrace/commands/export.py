@@ -12,11 +12,20 @@ from typing import Any
 
 import click
 
-from headrace.commands.summary import draft_facts, manifest_facts, parity_facts
+from headrace.commands.summary import draft_facts, manifest_facts, npu_facts, parity_facts
 from headrace.commands.terminal import print_facts, reporter
 from headrace.errors import HeadraceError, UsageError
-from headrace.export.options import QUANTS, DraftOptions, ExportOptions, parse_layers
+from headrace.export.options import (
+    NPU_QUANTS,
+    PLATFORMS,
+    QUANTS,
+    DraftOptions,
+    ExportOptions,
+    NpuOptions,
+    parse_layers,
+)
 from headrace.models.iospec import KV_DTYPES
+from headrace.models.npu_io import DEFAULT_CTX
 
 _DEFAULTS = ExportOptions()
 _LIBRARIES = ("gguf", "huggingface_hub", "ml_dtypes", "onnx", "safetensors")
@@ -78,6 +87,24 @@ _LIBRARIES = ("gguf", "huggingface_hub", "ml_dtypes", "onnx", "safetensors")
     multiple=True,
     help="A text like those in service, for --vocab-keep. May be given several times.",
 )
+@click.option(
+    "--platform",
+    type=click.Choice(PLATFORMS),
+    help="Compile the draft for this chip's NPU as well, see above. Default: for the CPU alone.",
+)
+@click.option(
+    "--npu-quant",
+    type=click.Choice(NPU_QUANTS),
+    help="How the NPU computes the draft. w8a8 reads half the bytes, and its 8-bit activations cost "
+    f"acceptance: compare the figures of the export. Default: {NpuOptions.quant}.",
+)
+@click.option(
+    "--npu-ctx",
+    metavar="N",
+    type=int,
+    help="Tokens that the draft on the NPU sees, of which 32 more come before each eviction. "
+    f"Default: {DEFAULT_CTX}, or what the draft can have or needs.",
+)
 def command(
     source: str,
     output: Path,
@@ -86,6 +113,9 @@ def command(
     draft_quant: str | None,
     vocab_keep: int | None,
     vocab_corpus: tuple[Path, ...],
+    platform: str | None,
+    npu_quant: str | None,
+    npu_ctx: int | None,
     **options: Any,
 ) -> None:
     """Make a bundle from a checkpoint.
@@ -111,12 +141,17 @@ def command(
     target does; its ids may differ. Without a trained one, the first layers of the target itself
     serve as a poor one: --draft SOURCE --draft-layers 0-3.
 
+    With --platform the draft is also compiled for the NPU, by Rockchip's toolkit in an environment
+    of its own that `headrace rknn-env` makes once, and simulated beside the CPU's. It takes minutes
+    and several GB of memory. An operator that the NPU does not do fails the export.
+
     The result is compared with the float model. The export fails if it is too far off, and
     whatever fails or is interrupted leaves nothing behind.
     """
     started = time.monotonic()
     layers = None if draft_layers is None else parse_layers(draft_layers)
-    made_of = _draft_options(draft, layers, draft_quant, vocab_keep, vocab_corpus)
+    npu = _npu_options(platform, npu_quant, npu_ctx)
+    made_of = _draft_options(draft, layers, draft_quant, vocab_keep, vocab_corpus, npu)
     with export_libraries():
         from headrace.export.build import export
 
@@ -133,6 +168,17 @@ def command(
     )
     if manifest.draft is not None:
         print_facts("Draft", draft_facts(manifest.draft))
+        if manifest.draft.npu is not None:
+            print_facts("Draft on the NPU", npu_facts(manifest.draft.npu))
+
+
+def _npu_options(platform: str | None, quant: str | None, ctx: int | None) -> NpuOptions | None:
+    """Raises UsageError for choices about an NPU that none is named of."""
+    if platform is not None:
+        return NpuOptions(platform, quant or NpuOptions.quant, ctx)
+    if (quant, ctx) != (None, None):
+        raise UsageError("--npu-quant and --npu-ctx need --platform")
+    return None
 
 
 def _draft_options(source: str | None, *choices: Any) -> DraftOptions | None:
@@ -140,7 +186,9 @@ def _draft_options(source: str | None, *choices: Any) -> DraftOptions | None:
     if source is not None:
         return DraftOptions(source, *choices)
     if any(choice not in (None, ()) for choice in choices):
-        raise UsageError("--draft-layers, --draft-quant and --vocab-keep need --draft SOURCE")
+        raise UsageError(
+            "--draft-layers, --draft-quant, --vocab-keep and --platform need --draft SOURCE"
+        )
     return None
 
 

@@ -16,6 +16,7 @@ from headrace.commands.summary import (
     draft_facts,
     kv_bytes_per_token,
     manifest_facts,
+    npu_facts,
     parity_facts,
     span,
 )
@@ -127,6 +128,8 @@ def _print_bundle(bundle: Bundle, files: Sequence[_FileState]) -> None:
     print_facts(str(bundle.path), facts)
     if manifest.draft is not None:
         print_facts("Draft", draft_facts(manifest.draft))
+        if manifest.draft.npu is not None:
+            print_facts("Draft on the NPU", npu_facts(manifest.draft.npu))
     rows = [(file.name, size(file.size), file.state, file.sha256) for file in files]
     print_table("Files", ("file", "size", "state", "sha256"), rows, numbers=frozenset((1,)))
     print_specs("Inputs", target_inputs(manifest.config, manifest.kv))

@@ -8,7 +8,7 @@ from headrace.commands.terminal import size
 from headrace.models.config import ModelConfig
 from headrace.models.iospec import KV_DTYPES, KV_POOL_BYTES
 from headrace.models.manifest import Manifest
-from headrace.models.records import Agreement, DraftRecord, ModelRecord, Parity
+from headrace.models.records import Agreement, DraftRecord, ModelRecord, NpuRecord, Parity
 
 Facts = list[tuple[str, str]]
 
@@ -50,6 +50,26 @@ def draft_facts(draft: DraftRecord) -> Facts:
         unknown = f"{fit.unreadable:,} of the target's tokens"
         facts.append(("without partner", f"{unknown}, {fit.unmatched_share:.2%} of the draft's"))
     return [*facts, *parity_facts(draft.parity), *_agreement_facts(draft.agreement)]
+
+
+def npu_facts(npu: NpuRecord) -> Facts:
+    facts = [
+        ("platform", f"{npu.platform}, {npu.quant}, by toolkit {npu.toolkit}"),
+        ("compiled in", f"{npu.build_s:.0f} s, {size(npu.build_peak_bytes)}"),
+        ("weights on the NPU", size(npu.weight_bytes)),
+        ("step, modelled", f"{npu.step_s * 1e3:.1f} ms"),
+        ("largest activation", f"{npu.largest:,.0f} of 65,504, at {npu.largest_at}"),
+    ]
+    for v in npu.variants:
+        words = [
+            f"{v.operators} operators, none on the CPU",
+            f"{size(v.internal_bytes)} between them",
+            f"{v.cycles / 1e6:.2f} M cycles",
+            f"simulated: cosine {v.cosine:.6f}, error {v.max_error:.3g}",
+            f"first choice {v.top1_same} of {v.top1_clear} clear ones",
+        ]
+        facts.append((f"{v.rows} row{'s' * (v.rows > 1)}", "; ".join(words)))
+    return [*facts, *_agreement_facts(npu.agreement)]
 
 
 def _agreement_facts(agreement: Agreement) -> Facts:

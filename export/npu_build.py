@@ -1,0 +1,186 @@
+"""A draft compiled for the NPU, and all that a PC can prove of it before there is a board."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.errors import ExportError, UsageError
+from headrace.export import check, rknn_log, simulator
+from headrace.export.calibrate import observe
+from headrace.export.checkpoint import Checkpoint
+from headrace.export.npu_cost import variant_cost
+from headrace.export.npu_draft import embeddings, write_npu_files
+from headrace.export.npu_text import Feeds, NpuText, Run, ort_run, passes, text_logits
+from headrace.export.options import NpuOptions
+from headrace.export.quantize import F32
+from headrace.export.report import Reporter
+from headrace.export.rknn import Toolkit
+from headrace.export.text import I64
+from headrace.models.manifest import NPU, NPU_GRAPH, NPU_IO
+from headrace.models.npu_io import NpuGeometry, NpuIo, geometry_for, npu_inputs
+from headrace.models.records import Agreement, NpuRecord, NpuVariantRecord
+
+_COMPARED, _RANGED, _CALIBRATED = 3, 4, 8
+"""Passes of the text: compared by variant, looked at tensor by tensor, and calibrated with."""
+
+_PARITY_QUANT = "int8"
+"""Whose parity limit holds for weights in float16: they are finer."""
+
+
+@dataclass(frozen=True, eq=False)
+class NpuJob:
+    """What is compiled, and the text that it is judged by."""
+
+    checkpoint: Checkpoint
+    options: NpuOptions
+    ids: I64
+    """[T], the parity text as the draft reads it."""
+    columns: I64
+    """[T], its tokens as columns of the logits; -1 for those without one."""
+    target_logits: F32
+    """[T, V] of the target on the same text."""
+    to_target: npt.NDArray[np.int32]
+    """[num_logits] target ids; -1 for none."""
+    force: bool
+
+    def geometry(self) -> NpuGeometry:
+        """Raises UsageError where the NPU cannot have such a draft."""
+        config = self.checkpoint.config
+        if config.head_dim % 16:
+            raise UsageError(
+                f"{self.checkpoint.name}: a head of {config.head_dim} channels does not fill the "
+                "NPU's groups of 16; leave --platform out, or choose another draft"
+            )
+        return geometry_for(config, self.options.ctx)
+
+
+def export_npu(job: NpuJob, folder: Path, report: Reporter) -> NpuRecord:
+    """Writes the draft for the NPU into a bundle's folder.
+
+    Raises RknnToolkitError; ExportError for an operator that the NPU does not do, a graph that is
+    too far from its reference, or activations beyond float16; UsageError.
+    """
+    geometry, config = job.geometry(), job.checkpoint.config
+    report.stage("draft for the NPU: writing the graph", config.num_layers)
+    io = write_npu_files(
+        job.checkpoint,
+        folder,
+        geometry,
+        platform=job.options.platform,
+        toolkit="",
+        quant=job.options.quant,
+        on_layer=lambda layer: report.advance(),
+    )
+    text = _Text(job, folder, io)
+    report.stage("draft for the NPU: checking against the float reference")
+    _check_parity(job, text)
+    report.stage("draft for the NPU: ranges of activations")
+    ranges = _check_ranges(job, text)
+    report.stage(f"draft for the NPU: compiling {len(geometry.rows)} variants")
+    with Toolkit(report, folder.parent) as toolkit:
+        calibration = text.feeds(max(geometry.rows), _CALIBRATED)
+        built = toolkit.build(
+            folder / NPU_GRAPH,
+            folder / NPU,
+            {rows: npu_inputs(config, geometry, rows) for rows in geometry.rows},
+            platform=job.options.platform,
+            quant=job.options.quant,
+            calibration=calibration if job.options.quant == "w8a8" else (),
+        )
+        rknn_log.check_on_npu(built.variants)
+        dataclasses.replace(io, toolkit=built.toolkit).save(folder / NPU_IO)
+        report.stage("draft for the NPU: simulating each variant")
+        compared = simulator.compare(
+            toolkit,
+            folder / NPU_GRAPH,
+            {rows: text.feeds(rows, _COMPARED) for rows in geometry.rows},
+        )
+        report.stage("draft for the NPU: simulating the text")
+        agreement = simulated_agreement(job, folder, io, toolkit.run)
+    first = built.variants[min(geometry.rows)]
+    return NpuRecord(
+        platform=built.platform,
+        toolkit=built.toolkit,
+        quant=built.quant,
+        weight_bytes=first.weight_bytes,
+        build_s=built.seconds,
+        build_peak_bytes=built.peak_rss_bytes,
+        step_s=variant_cost(first).by_bytes_ms / 1e3,
+        largest=ranges.largest,
+        largest_at=ranges.name,
+        variants=tuple(
+            NpuVariantRecord(
+                rows=rows,
+                operators=len(log.computing),
+                internal_bytes=log.internal_bytes,
+                cycles=log.cycles,
+                cosine=compared[rows].cosine[simulator.LOGITS],
+                max_error=compared[rows].max_error[simulator.LOGITS],
+                top1_clear=compared[rows].decided,
+                top1_same=compared[rows].decided_same,
+            )
+            for rows, log in built.variants.items()
+        ),
+        agreement=agreement,
+    )
+
+
+def simulated_agreement(job: NpuJob, folder: Path, io: NpuIo, run: Run) -> Agreement:
+    """The compiled draft beside the target, on as much of the text as its main inputs hold."""
+    text = _Text(job, folder, io)
+    logits = text_logits(run, text.new(), text.ids, max(io.geometry.rows))
+    return check.agreement(job.target_logits[: len(logits)], logits, job.to_target)
+
+
+class _Text:
+    """The parity text, as far as the main inputs hold it, in passes of any width."""
+
+    def __init__(self, job: NpuJob, folder: Path, io: NpuIo) -> None:
+        self._job, self._io = job, io
+        self._embeddings = embeddings(folder, job.checkpoint)
+        self.ids = job.ids[: io.geometry.main]
+        self.graph = folder / NPU_GRAPH
+        self.run = ort_run(self.graph)
+        self.most_rows = max(io.geometry.rows)
+
+    def new(self) -> NpuText:
+        return NpuText(
+            self._job.checkpoint.config, self._io.geometry, self._embeddings, self._io.mask
+        )
+
+    def feeds(self, rows: int, count: int) -> list[Feeds]:
+        """Of `count` passes, spread over the text: the first, where activations are largest, too."""
+        starts = np.linspace(0, len(self.ids) - rows, count).astype(np.int64)
+        text, found = self.new(), []
+        # What lies between two of them goes in as wide as it can.
+        for start in np.unique(np.maximum(starts, 0)):
+            for _ in passes(self.run, text, self.ids[text.length : start], self.most_rows):
+                pass
+            feeds = text.feeds(self.ids[start : start + rows], rows)
+            found.append({name: array.copy() for name, array in feeds.items()})
+        return found
+
+
+def _check_parity(job: NpuJob, text: _Text) -> None:
+    logits = text_logits(text.run, text.new(), text.ids, text.most_rows)
+    expected = observe(job.checkpoint, text.ids).logits
+    limit = check.limit(_PARITY_QUANT, "f16")
+    parity = check.compare(logits, expected, job.columns[: len(logits)], limit)
+    check.gate(parity, job.force, "draft")
+
+
+def _check_ranges(job: NpuJob, text: _Text) -> simulator.Activations:
+    ranges = simulator.activations(text.graph, text.feeds(text.most_rows, _RANGED))
+    if ranges.beyond and not job.force:
+        names = ", ".join(list(ranges.beyond)[:3])
+        raise ExportError(
+            f"draft: {len(ranges.beyond)} tensors go beyond float16's {simulator.FP16_LIMIT:,.0f} "
+            f"on the parity text ({names}), so the NPU would compute nonsense; choose another draft, "
+            "or insist with --force"
+        )
+    return ranges
