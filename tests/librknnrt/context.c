@@ -8,11 +8,18 @@
 static context *contexts;
 static rknn_context last_id = 0x5eed0000;
 
-context *context_find(rknn_context id, int *code) {
+static context *context_at(rknn_context id) {
     context *c = contexts;
     while (c && c->id != id) {
         c = c->next;
     }
+    return c;
+}
+
+bool context_lives(rknn_context id) { return context_at(id); }
+
+context *context_find(rknn_context id, int *code) {
+    context *c = context_at(id);
     if (!c) {
         bool destroyed = id > 0x5eed0000 && id <= last_id;
         violation(V_CONTEXT, destroyed ? "the context was destroyed" : "unknown context");
@@ -109,8 +116,9 @@ static rknn_context context_add(model *model, uint32_t flags) {
 static int check_init(const rknn_context *out, const void *path, uint32_t size, uint32_t flags) {
     if (!out || !path) {
         violation(V_ARGUMENT, "a null pointer");
-    } else if (size) {
-        violation(V_ARGUMENT, "a model in memory: the double takes a path, with size 0");
+    } else if (size && !getenv("HEADRACE_DOUBLE_MODEL")) {
+        violation(V_ARGUMENT, "a model in memory: give the double a path, with size 0, or the path "
+                              "of that model in HEADRACE_DOUBLE_MODEL");
     } else if (flags & ~(uint32_t)FLAGS_KNOWN || flags & (FLAG_ASYNC | FLAG_SHARE_WEIGHT_MEM)) {
         violation(V_ARGUMENT, "flags %#x: unknown, or not played by the double", flags);
     } else {
@@ -141,7 +149,7 @@ int rknn_init(rknn_context *out, void *path, uint32_t size, uint32_t flags, void
         return code;
     }
     model *loaded = calloc(1, sizeof *loaded);
-    code = load(path, loaded);
+    code = load(size ? getenv("HEADRACE_DOUBLE_MODEL") : path, loaded);
     if (code != RKNN_OK) {
         free(loaded);
         return code;
@@ -172,18 +180,13 @@ int rknn_dup_context(rknn_context *in, rknn_context *out) {
 
 /* -- rknn_destroy ------------------------------------------------------------------------------ */
 
-static context *context_remove(rknn_context id) {
-    int code;
-    context *found = context_find(id, &code), **link = &contexts;
-    while (*link && (*link)->id != id) {
+static void context_remove(const context *c) {
+    context **link = &contexts;
+    while (*link != c) {
         link = &(*link)->next;
     }
-    found = *link; /* a lost one may be destroyed too */
-    if (found) {
-        *link = found->next;
-        live.contexts--;
-    }
-    return found;
+    *link = c->next;
+    live.contexts--;
 }
 
 static void context_free(context *c) {
@@ -192,17 +195,33 @@ static void context_free(context *c) {
     free(c);
 }
 
+/* The context, out of the list; NULL and a code after a violation. A lost one is no violation. */
+static context *destroyable(rknn_context id, int *code) {
+    context_find(id, code);
+    context *c = *code == RKNN_CTX_INVALID ? NULL : context_at(id);
+    if (c && c->job && !c->job->threaded) {
+        violation(V_RACE, "the context is destroyed during its run");
+        *code = RKNN_FAIL;
+        return NULL;
+    }
+    if (c && c->job && !c->lost) {
+        violation(V_RACE, "the context is destroyed before rknn_wait");
+    }
+    return c;
+}
+
 int rknn_destroy(rknn_context id) {
+    int code = RKNN_OK;
     enter(CALL_DESTROY);
-    context *c = context_remove(id);
+    context *c = destroyable(id, &code);
     if (!c) {
         leave();
-        return RKNN_CTX_INVALID;
+        return code;
     }
     if (c->job) {
-        violation(V_RACE, "the context is destroyed before rknn_wait");
         run_join(c);
     }
+    context_remove(c);
     int left = memory_of_context(id);
     if (left) {
         violation(V_LEAK, "%d pieces of memory of the context were not destroyed", left);

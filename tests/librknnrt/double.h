@@ -75,6 +75,7 @@ rknn_tensor_mem *memory_import(rknn_context context, int fd, void *virt, uint32_
                                int32_t offset);
 mem *memory_find(rknn_context context, rknn_tensor_mem *shown); /* NULL after a violation */
 int memory_destroy(mem *mem);
+void memory_drop_orphans(void); /* memory whose context is no more */
 int memory_flush(mem *mem, int mode, bool by_run);
 void memory_check_edges(const buffer *buffer);
 void memory_check_all_edges(void);
@@ -92,7 +93,7 @@ typedef struct {
 typedef struct job {
     struct context *context;
     pthread_t thread;
-    bool threaded, done;
+    bool threaded, done, awaited;
     int code;                /* scripted, or 0; in the end the result */
     int sleep_ms;
     bool with_nan;
@@ -113,8 +114,10 @@ typedef struct context {
     binding *bindings; /* inputs, then outputs */
     job *job;
     int64_t last_us;
+    uint64_t frames;
 } context;
 
+bool context_lives(rknn_context id);
 context *context_find(rknn_context id, int *code); /* NULL and a code after a violation or loss */
 const tensor *context_tensor(const context *c, uint32_t variant, bool output, uint32_t index);
 uint32_t context_largest(const context *c);
@@ -145,7 +148,7 @@ const char *script_driver(void);
 typedef enum {
     V_CONTEXT = 1,  /* an unknown or destroyed context */
     V_MEM = 2,      /* unknown, destroyed, or another context's memory */
-    V_LEAK = 3,     /* a context destroyed before its memory or outputs */
+    V_LEAK = 3,     /* a context destroyed before its memory */
     V_ARGUMENT = 4, /* a null pointer, size, flag or mode that means nothing */
     V_INDEX = 5,    /* no tensor of that name or index */
     V_SIZE = 6,     /* memory or data of the wrong size */
@@ -156,7 +159,7 @@ typedef enum {
     V_SHAPES = 11,  /* a dynamic model used before, or without, valid input shapes */
     V_EDGE = 12,    /* bytes written behind the end of memory */
     V_FREED = 13,   /* freed memory, or a guard page, touched */
-    V_NUMBER = 14,  /* NaN or infinity reached the device */
+    V_NUMBER = 14,  /* NaN or infinity in an input on the device */
     V_RACE = 15,    /* memory touched, or a context used, during its run */
     V_FD = 16,      /* an fd that is not device memory */
 } violation_kind;
@@ -184,6 +187,7 @@ void enter_quietly(void);
 bool enter_if_free(void);
 void leave(void);
 pthread_mutex_t *big_lock(void);
+void outside_calls(void); /* what follows happens in the caller's code */
 void violation(violation_kind kind, const char *format, ...) __attribute__((format(printf, 2, 3)));
 void report_write(void);
 

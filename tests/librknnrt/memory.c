@@ -62,6 +62,7 @@ static void tell_of_touch(const void *address) {
 static void on_fault(int number, siginfo_t *info, void *unused) {
     (void)number, (void)unused;
     if (enter_if_free()) {
+        outside_calls();
         tell_of_touch(info->si_addr);
         report_write();
         leave();
@@ -315,6 +316,23 @@ int memory_destroy(mem *m) {
     return RKNN_OK;
 }
 
+void memory_drop_orphans(void) {
+    for (mem *m = mems, *next; m; m = next) {
+        next = m->next;
+        if (!context_lives(m->context)) {
+            memory_destroy(m);
+        }
+    }
+}
+
+static void copy(uint8_t *to, const uint8_t *from, size_t size, flushes *counted) {
+    if (to != from) { /* else it is not cached */
+        memcpy(to, from, size);
+        counted->flushes++;
+        counted->bytes += size;
+    }
+}
+
 int memory_flush(mem *m, int mode, bool by_run) {
     buffer *b = m->buffer;
     /* A flush to the device writes what a run reads; one from it reads what a run writes. */
@@ -329,14 +347,10 @@ int memory_flush(mem *m, int mode, bool by_run) {
     memory_check_edges(b);
     uint8_t *host = b->host + m->offset, *device = b->device + m->offset;
     if (mode & SYNC_TO_DEVICE) {
-        flushed[0][by_run].flushes++;
-        flushed[0][by_run].bytes += m->shown.size;
-        memmove(device, host, m->shown.size);
+        copy(device, host, m->shown.size, &flushed[0][by_run]);
     }
     if (mode & SYNC_FROM_DEVICE) {
-        flushed[1][by_run].flushes++;
-        flushed[1][by_run].bytes += m->shown.size;
-        memmove(host, device, m->shown.size);
+        copy(host, device, m->shown.size, &flushed[1][by_run]);
     }
     return RKNN_OK;
 }

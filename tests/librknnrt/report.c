@@ -30,7 +30,7 @@ static pthread_once_t once = PTHREAD_ONCE_INIT;
 static uint64_t calls[CALLS];
 static uint64_t num_violations;
 static kept_violation kept[MAX_KEPT];
-static __thread const char *current_call = "outside a call";
+static __thread const char *current_call = "no call";
 
 /* -- The lock ---------------------------------------------------------------------------------- */
 
@@ -67,6 +67,8 @@ void enter(call call) {
     }
 }
 
+void outside_calls(void) { current_call = "the caller's code"; }
+
 void leave(void) { pthread_mutex_unlock(&lock); }
 
 /* -- Violations -------------------------------------------------------------------------------- */
@@ -89,6 +91,7 @@ void violation(violation_kind kind, const char *format, ...) {
     }
     free(text);
     num_violations++;
+    report_write();
 }
 
 static uint64_t num_kept(void) { return num_violations < MAX_KEPT ? num_violations : MAX_KEPT; }
@@ -222,9 +225,10 @@ int double_script(const char *text) {
     return result;
 }
 
-/* Forgets faults, violations and the trace; what lives, lives on. */
+/* Forgets faults, violations, the trace, and memory that outlived its context. */
 void double_reset(void) {
     enter_quietly();
+    memory_drop_orphans();
     for (uint64_t i = 0; i < num_kept(); i++) {
         free(kept[i].text);
     }

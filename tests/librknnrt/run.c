@@ -174,7 +174,7 @@ int run_join(context *c) {
     return finish(c);
 }
 
-static int run_begin(context *c, const rknn_run_extend *extend) {
+static int run_begin(context *c, rknn_run_extend *extend) {
     int code = check_run(c);
     code = code == RKNN_OK ? flush_bound(c, false) : code;
     if (code != RKNN_OK) {
@@ -182,6 +182,9 @@ static int run_begin(context *c, const rknn_run_extend *extend) {
     }
     c->job = job_create(c, extend ? extend->timeout_ms : 0);
     mark(c, 1);
+    if (extend) {
+        extend->frame_id = ++c->frames;
+    }
     if (extend && extend->non_block) {
         c->job->threaded = true;
         pthread_create(&c->job->thread, NULL, run_thread, c->job);
@@ -222,18 +225,25 @@ static bool wait_until(job *j, int timeout_ms) {
     return true;
 }
 
+static int wait_for(context *c, int timeout_ms) {
+    c->job->awaited = true;
+    if (timeout_ms <= 0 || wait_until(c->job, timeout_ms)) {
+        return run_join(c);
+    }
+    c->job->awaited = false;
+    return RKNN_TIMEOUT;
+}
+
 int rknn_wait(rknn_context id, rknn_run_extend *extend) {
     int code = RKNN_OK;
     enter(CALL_WAIT);
     context *c = context_find(id, &code);
     int timeout_ms = extend ? extend->timeout_ms : 0;
-    if (c && !(c->job && c->job->threaded)) {
-        violation(V_RACE, "nothing runs that could be waited for");
+    if (c && !(c->job && c->job->threaded && !c->job->awaited)) {
+        violation(V_RACE, "nothing runs that could be waited for, or another thread waits");
         code = RKNN_FAIL;
-    } else if (c && timeout_ms > 0 && !wait_until(c->job, timeout_ms)) {
-        code = RKNN_TIMEOUT;
     } else if (c) {
-        code = run_join(c);
+        code = wait_for(c, timeout_ms);
     }
     leave();
     return code;
