@@ -252,7 +252,7 @@ class _Worker:
                 if "stage" in answer:
                     self._tell(answer["stage"], steps)
                 elif "error" in answer:
-                    raise self._failure(answer["error"])
+                    raise self._failure(answer["error"], logged=answer.get("returned", False))
                 else:
                     done: dict[str, Any] = answer["done"]
                     return done
@@ -285,10 +285,10 @@ class _Worker:
             return "it was killed, probably because the memory was used up"
         return f"it crashed with {code}"
 
-    def _failure(self, what: str) -> RknnToolkitError:
-        """Keeps the log, which says more than a line can."""
+    def _failure(self, what: str, *, logged: bool = True) -> RknnToolkitError:
+        """Keeps the log, which says more than a line can; `logged` where it says what."""
         text = self.log.read_text(encoding="utf-8", errors="replace")
-        said = rknn_log.complaints(text)
+        said = rknn_log.complaints(text) if logged else []
         because = f": {said[-1]}" if said else ""
         kept = cache_dir() / "rknn-env" / "failed.log"
         with suppress(OSError):

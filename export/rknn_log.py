@@ -32,6 +32,7 @@ _TENSOR = re.compile(
 )
 _MEMORY = re.compile(r"Total (Internal|Weight) Memory Size:\s*([\d.]+)\s*(B|KB|MB|GB)\b")
 _UNITS = {"B": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30}
+_BANNER = re.compile(r"^rknn-toolkit2 version|Traceback \(most recent")
 _ESCAPES = re.compile(r"\x1b\[[\d;]*m")
 
 
@@ -68,11 +69,11 @@ class LogTensor:
     layout: str
     dims: Dims
     printed: Dims
-    """The native shape as printed. The log counts C1 in units that make the product of all five
-    the size in 4-bit words, whatever the type.
+    """The native shape as printed, N, C1, H, W, C2. C1 is not to be relied on: for float16 it is
+    printed four times as large as it is.
     """
     size: int
-    """Bytes."""
+    """Bytes, padding included."""
 
 
 @dataclass(frozen=True)
@@ -141,10 +142,8 @@ def plain(log: str) -> str:
 
 def complaints(log: str) -> list[str]:
     """The errors that the toolkit printed, without their prefixes."""
-    found = (
-        re.match(r"E (?:RKNN: )?(?:\[[\d:.]+\] )?(.*)", line) for line in plain(log).split("\n")
-    )
-    return [text for match in found if match and (text := match[1].strip(" =-*"))]
+    found = re.findall(r"^E (?:RKNN: )?(?:\[[\d:.]+\] )?(.*)", plain(log), re.MULTILINE)
+    return [line for text in found if (line := text.strip(" =-*")) and not _BANNER.search(line)]
 
 
 def by_inputs(
@@ -182,8 +181,7 @@ def check_on_npu(variants: Mapping[int, VariantLog]) -> None:
             names = ", ".join(f"{op.type} ({op.label})" for op in others[:5])
             more = f" and {len(others) - 5} more" if len(others) > 5 else ""
             raise ExportError(
-                f"NPU graph: {len(others)} operators of the variant of {rows} rows would run on "
-                f"the CPU: {names}{more}"
+                f"NPU graph: in the variant of {rows} rows, these would run on the CPU: {names}{more}"
             )
 
 

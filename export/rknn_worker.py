@@ -7,8 +7,9 @@ folder takes what the toolkit drops there, stdout and stderr are its log (rknn.p
     {"do": "build", "onnx", "shapes", "platform", "quant", "calibration", "out"}
     {"do": "run", "inputs", "outputs"}      paths, in the order of the graph
 
-Each is answered by {"done": …} or {"error": …}; a build says {"stage": …} in between. The end of
-the requests ends the program, and so does its parent's death, at any time.
+Each is answered by {"done": …} or {"error": …}, with "returned" where the log says more; a build
+says {"stage": …} in between. The end of the requests ends the program, and so does its parent's
+death, at any time.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ Say = Callable[[Request], None]
 
 
 class Failure(Exception):
-    """The toolkit returned an error."""
+    """The toolkit returned an error; why is in its log alone."""
 
 
 def main(requests_fd: int, answers_fd: int, parent: int) -> None:
@@ -59,8 +60,12 @@ def main(requests_fd: int, answers_fd: int, parent: int) -> None:
 def _answer(worker: Worker, request: Request) -> Request:
     try:
         return {"done": worker.build(request) if request["do"] == "build" else worker.run(request)}
+    except Failure as error:
+        return {"error": str(error), "returned": True}
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the toolkit raises what it likes
-        return {"error": str(error) if isinstance(error, Failure) else f"{error!r}"}
+        # what it raises may hold a whole traceback as its text
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        return {"error": lines[-1] if lines else type(error).__name__}
 
 
 class Worker:
