@@ -28,6 +28,9 @@ from headrace.models.records import Agreement, NpuRecord, NpuVariantRecord
 _COMPARED, _RANGED, _CALIBRATED = 3, 4, 8
 """Passes of the text: compared by variant, looked at tensor by tensor, and calibrated with."""
 
+_LARGEST = 32_768.0
+"""Half of what float16 holds: other texts have larger activations."""
+
 _PARITY_QUANT = "int8"
 """Whose parity limit holds for weights in float16: they are finer."""
 
@@ -66,21 +69,10 @@ def export_npu(job: NpuJob, folder: Path, report: Reporter) -> NpuRecord:
     too far from its reference, or activations beyond float16; UsageError.
     """
     geometry, config = job.geometry(), job.checkpoint.config
-    report.stage("draft for the NPU: writing the graph", config.num_layers)
-    io = write_npu_files(
-        job.checkpoint,
-        folder,
-        geometry,
-        platform=job.options.platform,
-        toolkit="",
-        quant=job.options.quant,
-        on_layer=lambda layer: report.advance(),
-    )
+    io, ranges = _within_range(job, geometry, folder, report)
     text = _Text(job, folder, io)
     report.stage("draft for the NPU: checking against the float reference")
     _check_parity(job, text)
-    report.stage("draft for the NPU: ranges of activations")
-    ranges = _check_ranges(job, text)
     report.stage(f"draft for the NPU: compiling {len(geometry.rows)} variants")
     with Toolkit(report, folder.parent) as toolkit:
         calibration = text.feeds(max(geometry.rows), _CALIBRATED)
@@ -174,8 +166,33 @@ def _check_parity(job: NpuJob, text: _Text) -> None:
     check.gate(parity, job.force, "draft")
 
 
-def _check_ranges(job: NpuJob, text: _Text) -> simulator.Activations:
-    ranges = simulator.activations(text.graph, text.feeds(text.most_rows, _RANGED))
+def _within_range(
+    job: NpuJob, geometry: NpuGeometry, folder: Path, report: Reporter
+) -> tuple[NpuIo, simulator.Activations]:
+    """Writes the graph, its residual stream scaled down if its squares are too large for float16.
+
+    Small models have single activations of tens of thousands ("massive activations", Sun et al.,
+    2024). The simulator computes a norm without overflow, and nobody says that the NPU does.
+    """
+    scale = 1.0
+    for _ in range(2):
+        report.stage("draft for the NPU: writing the graph", job.checkpoint.config.num_layers)
+        io = write_npu_files(
+            job.checkpoint,
+            folder,
+            geometry,
+            platform=job.options.platform,
+            toolkit="",
+            quant=job.options.quant,
+            residual_scale=scale,
+            on_layer=lambda layer: report.advance(),
+        )
+        report.stage("draft for the NPU: ranges of activations")
+        text = _Text(job, folder, io)
+        ranges = simulator.activations(text.graph, text.feeds(text.most_rows, _RANGED))
+        if not ranges.largest > _LARGEST or scale != 1.0:
+            break
+        scale = 2.0 ** -np.ceil(np.log2(np.sqrt(ranges.largest / _LARGEST)))
     if ranges.beyond and not job.force:
         names = ", ".join(list(ranges.beyond)[:3])
         raise ExportError(
@@ -183,4 +200,4 @@ def _check_ranges(job: NpuJob, text: _Text) -> simulator.Activations:
             f"on the parity text ({names}), so the NPU would compute nonsense; choose another draft, "
             "or insist with --force"
         )
-    return ranges
+    return io, ranges

@@ -26,15 +26,25 @@ def write_npu_files(
     platform: str,
     toolkit: str,
     quant: str,
+    residual_scale: float = 1.0,
     on_layer: Callable[[int], None] = lambda layer: None,
 ) -> NpuIo:
     """Writes all of an NPU draft but the compiled model itself, into a bundle's folder."""
     config, weights = checkpoint.config, FloatWeights(checkpoint)
-    build_npu(folder / NPU_GRAPH, config, geometry, weights.__getitem__, on_layer)
+    build_npu(
+        folder / NPU_GRAPH,
+        config,
+        geometry,
+        weights.__getitem__,
+        residual_scale=residual_scale,
+        on_layer=on_layer,
+    )
     with (folder / NPU_EMBEDDINGS).open("wb") as file:
         table = weights["model.embed_tokens.weight"]
         for start in range(0, len(table), _TABLE_ROWS):
-            rows = table[start : start + _TABLE_ROWS] * np.float32(config.embed_scale)
+            rows = table[start : start + _TABLE_ROWS] * np.float32(
+                config.embed_scale * residual_scale
+            )
             file.write(rows.astype(np.float16).tobytes())
     mask = FP16_MASK if quant == "fp16" else INT8_MASK
     io = NpuIo.expected(

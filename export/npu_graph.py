@@ -33,13 +33,18 @@ def build_npu(
     config: ModelConfig,
     geometry: NpuGeometry,
     weight: ReadWeight,
+    *,
+    residual_scale: float = 1.0,
     on_layer: Callable[[int], None] = lambda layer: None,
 ) -> None:
     """Writes `path` and its `.data` file, weights rounded to float16. It takes embeddings: the
     table is the host's, where a row costs nothing.
+
+    The residual stream, embeddings included, is `residual_scale` times the model's: a norm does not
+    see it, and its squares stay within float16.
     """
     with GraphBuilder(path, opset=OPSET, ir_version=IR_VERSION) as g:
-        graph = _Graph(g, config, weight)
+        graph = _Graph(g, config, weight, residual_scale)
         x = graph.rows("embeds", config.hidden_size)  # [1, T, D]
         new: list[str] = []
         planes = 2 * config.num_layers
@@ -48,7 +53,7 @@ def build_npu(
             x = graph.layer(layer, x, tails[2 * layer : 2 * layer + 2], new)
             on_layer(layer)
         g.scope("")
-        x = graph.norm("model.norm.weight", x)
+        x = graph.norm("model.norm.weight", x, of_residual=True)
         head = "model.embed_tokens.weight" if config.tied_head else "lm_head.weight"
         logits = graph.linear("lm_head", x, head, None)  # [1, T, V]
         columns = g.node("Transpose", logits, perm=[0, 2, 1])
@@ -85,8 +90,10 @@ def _boundary(
 class _Graph:
     """Emits the parts; rows of a pass are [1, T, width] between them."""
 
-    def __init__(self, g: GraphBuilder, config: ModelConfig, weight: ReadWeight) -> None:
-        self.g, self.config, self._weight = g, config, weight
+    def __init__(
+        self, g: GraphBuilder, config: ModelConfig, weight: ReadWeight, scale: float
+    ) -> None:
+        self.g, self.config, self._weight, self._scale = g, config, weight, scale
         self._ropes: dict[str, tuple[str, str]] = {}
 
     def rows(self, boundary: str, width: int) -> str:
@@ -100,36 +107,50 @@ class _Graph:
         c, g = self.config, self.g
         g.scope(f"layers.{layer}.")
         prefix = f"model.layers.{layer}."
-        h = self.attention(
-            layer, self.norm(f"{prefix}input_layernorm.weight", x), prefix, tails, new
-        )
+        normed = self.norm(f"{prefix}input_layernorm.weight", x, of_residual=True)
+        h = self.attention(layer, normed, prefix, tails, new)
         if c.sandwich_norms:
-            h = self.norm(f"{prefix}post_attention_layernorm.weight", h)
+            h = self.norm(f"{prefix}post_attention_layernorm.weight", h, scale=self._scale)
         x = g.node("Add", x, h)
         before = "pre_feedforward" if c.sandwich_norms else "post_attention"
-        h = self.mlp(self.norm(f"{prefix}{before}_layernorm.weight", x), prefix)
+        normed = self.norm(f"{prefix}{before}_layernorm.weight", x, of_residual=True)
+        h = self.mlp(normed, prefix)
         if c.sandwich_norms:
-            h = self.norm(f"{prefix}post_feedforward_layernorm.weight", h)
+            h = self.norm(f"{prefix}post_feedforward_layernorm.weight", h, scale=self._scale)
         return g.node("Add", x, h)
 
-    def norm(self, name: str, x: str) -> str:
-        """RMSNorm over the last axis (Zhang and Sennrich, 2019); one NPU operator."""
+    @property
+    def _last_scale(self) -> float:
+        """Of a linear map whose result is added to the residual, unless a norm comes between."""
+        return 1.0 if self.config.sandwich_norms else self._scale
+
+    def norm(self, name: str, x: str, *, of_residual: bool = False, scale: float = 1.0) -> str:
+        """RMSNorm over the last axis (Zhang and Sennrich, 2019), times `scale`; one NPU operator."""
         g = self.g
         squares = g.node("Pow", x, g.shared("two", np.array(2, np.float32)))
         mean = g.node("ReduceMean", squares, axes=[-1], keepdims=1)
-        eps = g.shared("rms_eps", np.array(self.config.rms_eps, np.float32))
-        root = g.node("Sqrt", g.node("Add", mean, eps))
-        scale = self._weight(name) + np.float32(self.config.norm_offset)
-        return g.node("Mul", g.node("Div", x, root), g.constant(name, scale))
+        eps = self.config.rms_eps * (self._scale**2 if of_residual else 1.0)
+        kind = "residual_eps" if of_residual else "eps"
+        root = g.node("Sqrt", g.node("Add", mean, g.shared(kind, np.array(eps, np.float32))))
+        weight = (self._weight(name) + np.float32(self.config.norm_offset)) * np.float32(scale)
+        return g.node("Mul", g.node("Div", x, root), g.constant(name, weight))
 
-    def linear(self, name: str, x: str, weight: str, bias: str | None) -> str:
-        """x @ weight.T + bias for x [1, T, K]."""
+    def linear(
+        self,
+        name: str,
+        x: str,
+        weight: str,
+        bias: str | None,
+        scale: float = 1.0,
+    ) -> str:
+        """(x @ weight.T + bias) * scale for x [1, T, K]."""
         g = self.g
-        matrix = g.constant(f"{name}.weight", self._weight(weight).T.astype(np.float16))
+        scaled = self._weight(weight).T * np.float32(scale)
+        matrix = g.constant(f"{name}.weight", scaled.astype(np.float16))
         y = g.node("MatMul", x, g.node("Cast", matrix, to=_FLOAT))
         if bias is None:
             return y
-        return g.node("Add", y, g.constant(f"{name}.bias", self._weight(bias)))
+        return g.node("Add", y, g.constant(f"{name}.bias", self._weight(bias) * np.float32(scale)))
 
     def attention(self, layer: int, x: str, prefix: str, tails: list[str], new: list[str]) -> str:
         c, g = self.config, self.g
@@ -157,7 +178,8 @@ class _Graph:
             g.ints(1, -1, c.num_heads * c.head_dim),
         )
         name = f"{prefix}self_attn.o_proj"
-        return self.linear(name, flat, f"{name}.weight", f"{name}.bias" if c.o_bias else None)
+        bias = f"{name}.bias" if c.o_bias else None
+        return self.linear(name, flat, f"{name}.weight", bias, self._last_scale)
 
     def heads(self, x: str, name: str, count: int) -> str:
         """A projection of x, [1, count, T, hd]."""
@@ -206,12 +228,14 @@ class _Graph:
     def mlp(self, x: str, prefix: str) -> str:
         c, g = self.config, self.g
 
-        def linear(name: str, of: str) -> str:
+        def linear(name: str, of: str, scale: float = 1.0) -> str:
             full = f"{prefix}mlp.{name}"
-            return self.linear(full, of, f"{full}.weight", f"{full}.bias" if c.mlp_bias else None)
+            bias = f"{full}.bias" if c.mlp_bias else None
+            return self.linear(full, of, f"{full}.weight", bias, scale)
 
         gate, up = linear("gate_proj", x), linear("up_proj", x)
-        return linear("down_proj", g.node("Mul", self.activation(gate), up))
+        product = g.node("Mul", self.activation(gate), up)
+        return linear("down_proj", product, self._last_scale)
 
     def activation(self, x: str) -> str:
         g = self.g

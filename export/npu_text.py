@@ -48,8 +48,7 @@ class NpuText:
         """Of the next tokens in a variant of `rows`; rows beyond them see themselves alone."""
         config, past, num = self._config, self.length, len(token_ids)
         assert num <= min(rows, self.room)
-        embeds = np.zeros((rows, config.hidden_size), np.float32)
-        embeds[:num] = self._embeddings[token_ids]
+        embeds = self._embeddings[np.resize(token_ids, rows)]
         positions = past + np.arange(rows)
         feeds = {**self._kv, "embeds": embeds.T[None, :, None]}
         ropes = {"": config.rope, "_local": config.rope_local}

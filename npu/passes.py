@@ -115,12 +115,15 @@ class NpuPasses(ABC):
         of the tail, so that no row sees nothing.
         """
         num = r.num_rows
-        self._put(inputs, "embeds", self._embeddings[r.token_ids].astype(np.float32))
+        width = inputs["embeds"].layout.shape[3]
+        # In all rows: a norm of zeros would be no number, which a mask does not hide.
+        ids = np.resize(r.token_ids, width)
+        self._put(inputs, "embeds", self._embeddings[ids].astype(np.float32))
         for suffix, table in zip(("", "_local"), self._ropes, strict=False):
             for name, half in zip(("cos", "sin"), table.rows(r.positions), strict=True):
                 self._put(inputs, f"{name}{suffix}", np.concatenate([half, half], axis=1))
         in_main, slots = memory.visible(r.past)
-        g, width = self._geometry, inputs["embeds"].layout.shape[3]
+        g = self._geometry
         sees = np.zeros((width, g.keys(width)), np.bool_)
         sees[:num, : g.main] = in_main
         sees[:num, g.main : g.main + g.tail] = slots >= 0
