@@ -161,4 +161,10 @@ def same_layouts(variants: Sequence[Variant]) -> dict[str, Layout]:
                     f"{name} lies differently in the variants of {variants[0].rows} and "
                     f"{variant.rows} rows, so they cannot share it; export the model again"
                 )
+    for layout in (*first.values(), *(v.outputs["new"].layout for v in variants)):
+        if (layout.shape[1], layout.shape[4]) != (first["tail"].shape[1], first["tail"].shape[4]):
+            raise NpuModelError(
+                f"{layout.name} groups its channels as {layout.shape}, the tail as "
+                f"{first['tail'].shape}, so rows cannot be moved between them; export again"
+            )
     return first
