@@ -5,8 +5,10 @@
 
 #include "double.h"
 
+#define FIRST_ID 0x5eed00000000 /* more than an int holds: who passes one is noticed */
+
 static context *contexts;
-static rknn_context last_id = 0x5eed0000;
+static rknn_context last_id = FIRST_ID;
 
 static context *context_at(rknn_context id) {
     context *c = contexts;
@@ -21,7 +23,7 @@ bool context_lives(rknn_context id) { return context_at(id); }
 context *context_find(rknn_context id, int *code) {
     context *c = context_at(id);
     if (!c) {
-        bool destroyed = id > 0x5eed0000 && id <= last_id;
+        bool destroyed = id > FIRST_ID && id <= last_id;
         violation(V_CONTEXT, destroyed ? "the context was destroyed" : "unknown context");
         *code = RKNN_CTX_INVALID;
     } else if (c->lost) {
@@ -71,6 +73,17 @@ void context_unbind(context *c) {
         free(c->bindings[i].own);
         c->bindings[i] = (binding){NULL, NULL};
     }
+}
+
+uint8_t *binding_device(const binding *b) { return b->mem ? memory_device(b->mem) : b->own; }
+
+uint8_t *binding_own(binding *b, uint32_t size) {
+    if (!b->own) {
+        b->own = malloc(size);
+        poison(b->own, size);
+    }
+    b->mem = NULL;
+    return b->own;
 }
 
 void contexts_forget_mem(const mem *mem) {
@@ -195,7 +208,7 @@ static void context_free(context *c) {
     free(c);
 }
 
-/* The context, out of the list; NULL and a code after a violation. A lost one is no violation. */
+/* NULL and a code after a violation. A lost context may be destroyed. */
 static context *destroyable(rknn_context id, int *code) {
     context_find(id, code);
     context *c = *code == RKNN_CTX_INVALID ? NULL : context_at(id);
@@ -237,59 +250,4 @@ int rknn_destroy(rknn_context id) {
         free(unused);
     }
     return RKNN_OK;
-}
-
-/* -- Memory of a context ----------------------------------------------------------------------- */
-
-rknn_tensor_mem *rknn_create_mem(rknn_context id, uint32_t size) {
-    int code;
-    enter(CALL_CREATE_MEM);
-    rknn_tensor_mem *shown = context_find(id, &code) ? memory_create(id, size, 0) : NULL;
-    leave();
-    return shown;
-}
-
-rknn_tensor_mem *rknn_create_mem2(rknn_context id, uint64_t size, uint64_t flags) {
-    int code;
-    enter(CALL_CREATE_MEM2);
-    rknn_tensor_mem *shown = context_find(id, &code) ? memory_create(id, size, flags) : NULL;
-    leave();
-    return shown;
-}
-
-rknn_tensor_mem *rknn_create_mem_from_fd(rknn_context id, int32_t fd, void *virt, uint32_t size,
-                                         int32_t offset) {
-    int code;
-    enter(CALL_FROM_FD);
-    rknn_tensor_mem *shown =
-        context_find(id, &code) ? memory_import(id, fd, virt, size, offset) : NULL;
-    leave();
-    return shown;
-}
-
-int rknn_destroy_mem(rknn_context id, rknn_tensor_mem *shown) {
-    enter(CALL_DESTROY_MEM);
-    int code = RKNN_OK;
-    context_find(id, &code); /* of a lost device, memory may be destroyed too */
-    if (code == RKNN_OK || code == RKNN_DEVICE_UNAVAILABLE) {
-        mem *m = memory_find(id, shown);
-        code = m ? memory_destroy(m) : RKNN_PARAM_INVALID;
-    }
-    leave();
-    return code;
-}
-
-int rknn_mem_sync(rknn_context id, rknn_tensor_mem *shown, int mode) {
-    enter(CALL_SYNC);
-    int code = RKNN_PARAM_INVALID;
-    if (context_find(id, &code)) {
-        mem *m = memory_find(id, shown);
-        if (m && (mode < SYNC_TO_DEVICE || mode > (SYNC_TO_DEVICE | SYNC_FROM_DEVICE))) {
-            violation(V_ARGUMENT, "mode %d", mode);
-        } else if (m) {
-            code = memory_flush(m, mode, false);
-        }
-    }
-    leave();
-    return code;
 }

@@ -61,6 +61,15 @@ typedef struct buffer {
     int readers, writers; /* runs under way */
 } buffer;
 
+void poison(uint8_t *bytes, size_t size);
+buffer *buffer_create(size_t size, bool cacheable); /* NULL after a message on stderr */
+void buffer_close(buffer *buffer);
+void buffer_release(buffer *buffer);
+void buffer_check_edges(const buffer *buffer);
+void buffers_check_edges(void);
+buffer *buffer_of_fd(int fd); /* or NULL */
+bool buffer_shows(const buffer *buffer, const uint8_t *address, size_t offset);
+
 typedef struct mem {
     rknn_tensor_mem shown; /* first: its address is the caller's handle */
     struct mem *next;
@@ -77,11 +86,8 @@ mem *memory_find(rknn_context context, rknn_tensor_mem *shown); /* NULL after a 
 int memory_destroy(mem *mem);
 void memory_drop_orphans(void); /* memory whose context is no more */
 int memory_flush(mem *mem, int mode, bool by_run);
-void memory_check_edges(const buffer *buffer);
-void memory_check_all_edges(void);
 int memory_of_context(rknn_context context);
 uint8_t *memory_device(const mem *mem);
-void poison(uint8_t *bytes, size_t size);
 
 /* -- Contexts ---------------------------------------------------------------------------------- */
 
@@ -128,7 +134,9 @@ bool contexts_any_lost(void);
 uint32_t context_tensors(const context *c);
 bool context_needs_shapes(const context *c); /* after a violation */
 int run_join(context *c);
-void describe(rknn_tensor_attr *attr, uint32_t index, const tensor *t, int query, bool output);
+void describe_native(rknn_tensor_attr *attr, uint32_t index, const tensor *t, bool output);
+uint8_t *binding_device(const binding *b); /* NULL if nothing is bound */
+uint8_t *binding_own(binding *b, uint32_t size);
 
 /* -- Scripted faults --------------------------------------------------------------------------- */
 
@@ -197,7 +205,6 @@ void double_attach(const host_functions *functions); /* by rknn_compute.py */
 int double_script(const char *text);
 void double_reset(void);
 void double_counts(uint64_t counts[5]);
-uint64_t double_num_violations(void);
 const char *double_violations(void);
 const char *double_trace(void);
 const char *double_report(void);

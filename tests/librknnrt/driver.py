@@ -241,10 +241,14 @@ class Context:
         raw: Any = (ctypes.c_char * mem.size).from_address(mem.virt_addr)
         return np.frombuffer(raw, t.type)
 
+    def write_one(self, name: str, values: NDArray[Any]) -> None:
+        t = next(t for t in self.tensors if t.name == name)
+        codes = values / t.scale + t.zero  # of float16, the values themselves
+        self.host(name)[places(t)] = np.rint(codes) if t.type == "int8" else codes
+
     def write(self, fed: Mapping[str, NDArray[Any]]) -> None:
         for t in self.variant.inputs:
-            codes = fed[t.name] / t.scale + t.zero  # of float16, the values themselves
-            self.host(t.name)[places(t)] = np.rint(codes) if t.type == "int8" else codes
+            self.write_one(t.name, fed[t.name])
 
     def read(self) -> dict[str, NDArray[np.float32]]:
         values = {t: self.host(t.name)[places(t)].astype(np.float32) for t in self.variant.outputs}

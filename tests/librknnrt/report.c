@@ -63,7 +63,7 @@ void enter(call call) {
     current_call = call_names[call];
     calls[call]++;
     if (script_checks_bounds()) {
-        memory_check_all_edges();
+        buffers_check_edges();
     }
 }
 
@@ -112,15 +112,23 @@ static void put_text(FILE *out, const char *text) {
     fputc('"', out);
 }
 
+static void put_number(FILE *out, const char *name, uint64_t number) {
+    fprintf(out, "\"%s\": %llu", name, (unsigned long long)number);
+}
+
 static void put_flushes(FILE *out, const char *name, const flushes *f) {
-    fprintf(out, "\"%s\": {\"flushes\": %llu, \"bytes\": %llu}", name,
-            (unsigned long long)f->flushes, (unsigned long long)f->bytes);
+    fprintf(out, "\"%s\": {", name);
+    put_number(out, "flushes", f->flushes);
+    fprintf(out, ", ");
+    put_number(out, "bytes", f->bytes);
+    fprintf(out, "}");
 }
 
 static void put_trace(FILE *out) {
     fprintf(out, "{\"calls\": {");
     for (int i = 0; i < CALLS; i++) {
-        fprintf(out, "%s\"%s\": %llu", i ? ", " : "", call_names[i], (unsigned long long)calls[i]);
+        fprintf(out, "%s", i ? ", " : "");
+        put_number(out, call_names[i], calls[i]);
     }
     fprintf(out, "}, ");
     put_flushes(out, "sync_to_device", &flushed[0][0]);
@@ -134,12 +142,19 @@ static void put_trace(FILE *out) {
 }
 
 static void put_report(FILE *out) {
-    fprintf(out,
-            "{\"contexts\": %llu, \"mems\": %llu, \"bytes\": %llu, \"fds\": %llu, \"outputs\": %llu, "
-            "\"num_violations\": %llu, \"violations\": [",
-            (unsigned long long)live.contexts, (unsigned long long)live.mems,
-            (unsigned long long)live.bytes, (unsigned long long)live.fds,
-            (unsigned long long)live.outputs, (unsigned long long)num_violations);
+    const struct {
+        const char *name;
+        uint64_t number;
+    } numbers[] = {
+        {"contexts", live.contexts}, {"mems", live.mems},       {"bytes", live.bytes},
+        {"fds", live.fds},           {"outputs", live.outputs}, {"num_violations", num_violations},
+    };
+    fprintf(out, "{");
+    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++) {
+        put_number(out, numbers[i].name, numbers[i].number);
+        fprintf(out, ", ");
+    }
+    fprintf(out, "\"violations\": [");
     for (uint64_t i = 0; i < num_kept(); i++) {
         fprintf(out, "%s{\"kind\": %d, \"text\": ", i ? ", " : "", kept[i].kind);
         put_text(out, kept[i].text);
@@ -203,13 +218,6 @@ const char *double_trace(void) {
 const char *double_report(void) {
     static char *text;
     return written(put_report, &text);
-}
-
-uint64_t double_num_violations(void) {
-    enter_quietly();
-    uint64_t number = num_violations;
-    leave();
-    return number;
 }
 
 void double_counts(uint64_t counts[5]) {
