@@ -15,7 +15,7 @@ from headrace.export.calibrate import observe
 from headrace.export.checkpoint import Checkpoint
 from headrace.export.npu_cost import variant_cost
 from headrace.export.npu_draft import embeddings, write_npu_files
-from headrace.export.npu_text import Feeds, NpuText, Run, ort_run, passes, text_logits
+from headrace.export.npu_text import TextPasses
 from headrace.export.options import NpuOptions
 from headrace.export.quantize import F32
 from headrace.export.report import Reporter
@@ -23,7 +23,7 @@ from headrace.export.rknn import Toolkit
 from headrace.export.text import I64
 from headrace.models.manifest import NPU, NPU_GRAPH, NPU_IO
 from headrace.models.npu_io import NpuGeometry, NpuIo, geometry_for, npu_inputs
-from headrace.models.records import Agreement, NpuRecord, NpuVariantRecord
+from headrace.models.records import NpuRecord, NpuVariantRecord
 
 _COMPARED, _RANGED, _CALIBRATED = 3, 4, 8
 """Passes of the text: compared by variant, looked at tensor by tensor, and calibrated with."""
@@ -61,6 +61,11 @@ class NpuJob:
             )
         return geometry_for(config, self.options.ctx)
 
+    def passes(self, folder: Path, io: NpuIo) -> TextPasses:
+        """The text through the graph in a bundle's folder."""
+        table = embeddings(folder, self.checkpoint.config)
+        return TextPasses(self.checkpoint.config, io, table, folder / NPU_GRAPH, self.ids)
+
 
 def export_npu(job: NpuJob, folder: Path, report: Reporter) -> NpuRecord:
     """Writes the draft for the NPU into a bundle's folder.
@@ -70,7 +75,7 @@ def export_npu(job: NpuJob, folder: Path, report: Reporter) -> NpuRecord:
     """
     geometry, config = job.geometry(), job.checkpoint.config
     io, ranges = _within_range(job, geometry, folder, report)
-    text = _Text(job, folder, io)
+    text = job.passes(folder, io)
     report.stage("draft for the NPU: checking against the float reference")
     _check_parity(job, text)
     report.stage(f"draft for the NPU: compiling {len(geometry.rows)} variants")
@@ -93,7 +98,9 @@ def export_npu(job: NpuJob, folder: Path, report: Reporter) -> NpuRecord:
             {rows: text.feeds(rows, _COMPARED) for rows in geometry.rows},
         )
         report.stage("draft for the NPU: simulating the text")
-        agreement = simulated_agreement(job, folder, io, toolkit.run)
+        logits = text.logits(toolkit.run)
+        target_logits = job.target_logits[: len(logits)]
+        agreement = check.agreement(target_logits, logits, job.to_target)
     first = built.variants[min(geometry.rows)]
     return NpuRecord(
         platform=built.platform,
@@ -122,44 +129,8 @@ def export_npu(job: NpuJob, folder: Path, report: Reporter) -> NpuRecord:
     )
 
 
-def simulated_agreement(job: NpuJob, folder: Path, io: NpuIo, run: Run) -> Agreement:
-    """The compiled draft beside the target, on as much of the text as its main inputs hold."""
-    text = _Text(job, folder, io)
-    logits = text_logits(run, text.new(), text.ids, max(io.geometry.rows))
-    return check.agreement(job.target_logits[: len(logits)], logits, job.to_target)
-
-
-class _Text:
-    """The parity text, as far as the main inputs hold it, in passes of any width."""
-
-    def __init__(self, job: NpuJob, folder: Path, io: NpuIo) -> None:
-        self._job, self._io = job, io
-        self._embeddings = embeddings(folder, job.checkpoint)
-        self.ids = job.ids[: io.geometry.main]
-        self.graph = folder / NPU_GRAPH
-        self.run = ort_run(self.graph)
-        self.most_rows = max(io.geometry.rows)
-
-    def new(self) -> NpuText:
-        return NpuText(
-            self._job.checkpoint.config, self._io.geometry, self._embeddings, self._io.mask
-        )
-
-    def feeds(self, rows: int, count: int) -> list[Feeds]:
-        """Of `count` passes, spread over the text: the first, where activations are largest, too."""
-        starts = np.linspace(0, len(self.ids) - rows, count).astype(np.int64)
-        text, found = self.new(), []
-        # What lies between two of them goes in as wide as it can.
-        for start in np.unique(np.maximum(starts, 0)):
-            for _ in passes(self.run, text, self.ids[text.length : start], self.most_rows):
-                pass
-            feeds = text.feeds(self.ids[start : start + rows], rows)
-            found.append({name: array.copy() for name, array in feeds.items()})
-        return found
-
-
-def _check_parity(job: NpuJob, text: _Text) -> None:
-    logits = text_logits(text.run, text.new(), text.ids, text.most_rows)
+def _check_parity(job: NpuJob, text: TextPasses) -> None:
+    logits = text.logits(text.run)
     expected = observe(job.checkpoint, text.ids).logits
     limit = check.limit(_PARITY_QUANT, "f16")
     parity = check.compare(logits, expected, job.columns[: len(logits)], limit)
@@ -188,7 +159,7 @@ def _within_range(
             on_layer=lambda layer: report.advance(),
         )
         report.stage("draft for the NPU: ranges of activations")
-        text = _Text(job, folder, io)
+        text = job.passes(folder, io)
         ranges = simulator.activations(text.graph, text.feeds(text.most_rows, _RANGED))
         if not ranges.largest > _LARGEST or scale != 1.0:
             break

@@ -12,6 +12,7 @@ from headrace.export.checkpoint import Checkpoint
 from headrace.export.npu_graph import build_npu
 from headrace.export.npu_text import FP16_MASK, INT8_MASK
 from headrace.export.quantize import F32
+from headrace.models.config import ModelConfig
 from headrace.models.manifest import NPU_EMBEDDINGS, NPU_GRAPH, NPU_IO
 from headrace.models.npu_io import NpuGeometry, NpuIo
 
@@ -54,9 +55,8 @@ def write_npu_files(
     return io
 
 
-def embeddings(folder: Path, checkpoint: Checkpoint) -> F32:
-    """[vocab_size, hidden_size] as `write_npu_files` wrote them, mapped until they are used."""
-    config = checkpoint.config
+def embeddings(folder: Path, config: ModelConfig) -> F32:
+    """[vocab_size, hidden_size] as `write_npu_files` wrote them."""
     shape = (config.vocab_size, config.hidden_size)
     table = np.memmap(folder / NPU_EMBEDDINGS, np.float16, "r", shape=shape)
     return table.astype(np.float32)

@@ -11,7 +11,7 @@ import onnxruntime as ort
 from headrace.export.quantize import F32
 from headrace.export.text import I64
 from headrace.models.config import ModelConfig
-from headrace.models.npu_io import NpuGeometry, main_names, npu_inputs
+from headrace.models.npu_io import NpuGeometry, NpuIo, main_names, npu_inputs
 from headrace.models.rope import cos_sin
 
 Feeds = dict[str, F32]
@@ -96,6 +96,38 @@ def text_logits(run: Run, text: NpuText, token_ids: I64, rows: int) -> F32:
         for _, outputs, num in passes(run, text, token_ids, rows)
     ]
     return np.concatenate(found)
+
+
+class TextPasses:
+    """A text, as far as the main inputs hold it, in passes of any width."""
+
+    def __init__(
+        self, config: ModelConfig, io: NpuIo, table: F32, graph: Path, token_ids: I64
+    ) -> None:
+        """`table` [V, D] are the embeddings, `token_ids` the draft's."""
+        self._config, self._io, self._table = config, io, table
+        self.graph, self.ids = graph, token_ids[: io.geometry.main]
+        self.run = ort_run(graph)
+        self.most_rows = max(io.geometry.rows)
+
+    def _new(self) -> NpuText:
+        return NpuText(self._config, self._io.geometry, self._table, self._io.mask)
+
+    def logits(self, run: Run) -> F32:
+        """[T, num_logits] of the text by whatever runs the graph."""
+        return text_logits(run, self._new(), self.ids, self.most_rows)
+
+    def feeds(self, rows: int, count: int) -> list[Feeds]:
+        """Of `count` passes, spread over the text: the first, where activations are largest, too."""
+        starts = np.linspace(0, len(self.ids) - rows, count).astype(np.int64)
+        text, found = self._new(), []
+        for start in np.unique(np.maximum(starts, 0)):
+            # What lies between two of them goes in as wide as it can.
+            for _ in passes(self.run, text, self.ids[text.length : start], self.most_rows):
+                pass
+            feeds = text.feeds(self.ids[start : start + rows], rows)
+            found.append({name: array.copy() for name, array in feeds.items()})
+        return found
 
 
 def ort_run(graph: Path) -> Run:

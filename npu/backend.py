@@ -16,7 +16,7 @@ from headrace.models.npu_io import NpuFiles, main_names
 from headrace.npu.librknnrt import CORES, Buffer, CoreMask, Flag, Library, Versions
 from headrace.npu.passes import NpuPasses, Placed
 from headrace.npu.staging import LaneMemory
-from headrace.npu.variants import Variant, open_variant, same_layouts
+from headrace.npu.variants import Bound, Variant, contexts, open_variant, same_layouts
 
 TIMEOUT_MS = 2000
 """Of one run; the longest, a chunk of a long text, takes a few tens of milliseconds."""
@@ -49,7 +49,8 @@ class RknnBackend(NpuPasses):
         self._lanes: list[_Lane] = []
         with ExitStack() as stack:
             self._variants = self._open(files, library, cores, lanes, stack)
-            super().__init__(files, [lane.memory for lane in self._lanes])
+            self._held = [lane.memory for lane in self._lanes]
+            super().__init__(files, self._held)
             self._stack = stack.pop_all()
 
     @property
@@ -63,10 +64,11 @@ class RknnBackend(NpuPasses):
         flags = Flag.PRIOR_MEDIUM | Flag.DISABLE_FLUSH_INPUT | Flag.DISABLE_FLUSH_OUTPUT
         first = stack.enter_context(library.init(files.rknn, flags))
         self.versions = first.require_versions(files.io.toolkit)
-        variants = []
-        for i, variant in enumerate(files.io.variants):
-            context = first if i == 0 else stack.enter_context(first.duplicate())
-            variants.append(open_variant(stack, context, files.io, variant, cores))
+        places = [Bound(c) for c in contexts(stack, first, len(files.io.variants))]
+        variants = [
+            open_variant(stack, places[min(i, len(places) - 1)], files.io, variant, cores)
+            for i, variant in enumerate(files.io.variants)
+        ]
         layouts = same_layouts(variants)
         names = [n for layer in range(files.config.num_layers) for n in main_names(layer)]
         for _ in range(num_lanes):
@@ -74,13 +76,15 @@ class RknnBackend(NpuPasses):
                 name: stack.enter_context(first.allocate(layout.size))
                 for name, layout in layouts.items()
             }
-            variants[0].lanes.append(buffers)
-            for other in variants[1:]:
+            for variant in variants:
+                if variant.context is first:
+                    variant.lanes.append(buffers)
+                    continue
                 shared = {
-                    name: stack.enter_context(other.context.share(buffer))
+                    name: stack.enter_context(variant.context.share(buffer))
                     for name, buffer in buffers.items()
                 }
-                other.lanes.append(shared)
+                variant.lanes.append(shared)
             views = {
                 name: (layouts[name], layouts[name].view(b.bytes)) for name, b in buffers.items()
             }
@@ -103,9 +107,7 @@ class RknnBackend(NpuPasses):
                 self._to_device(buffer)
             held.memory.is_main_changed = False
             self.counters.main_flushes += 1
-        if variant.lane != lane:
-            variant.use_lane(lane)
-            self.counters.lane_binds += 1
+        self.counters.binds += variant.use(lane)
         self._run(variant)
         self._from_device(variant.outputs["new"].buffer)
         if with_logits:
@@ -132,6 +134,7 @@ class RknnBackend(NpuPasses):
     def close(self) -> None:
         """Gives contexts and buffers back; may be called again, `forward` may not."""
         self._lanes.clear()
+        self._held.clear()
         self._variants.clear()
         self._stack.close()
 

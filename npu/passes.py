@@ -35,7 +35,8 @@ class NpuCounters:
     bytes_flushed: int = 0
     """Of whole buffers, either way; or copied."""
     main_flushes: int = 0
-    lane_binds: int = 0
+    binds: int = 0
+    """Passes before which buffers were bound: another lane's, or of another width."""
 
 
 class Placed(Protocol):

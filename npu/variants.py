@@ -1,8 +1,10 @@
-"""The variants of a compiled draft: a context for each number of rows, with its tensors bound.
+"""The variants of a compiled draft, one for each number of rows, with their tensors bound.
 
-Every context is set to its shapes and bound once; changing the shapes of one would bind all again.
-The weights are shared (`rknn_dup_context`), and so are the keys and values: one allocation, known to
-the other contexts by its file descriptor. Only a pass of another lane binds that lane's buffers.
+A context that changes its shapes loses what is bound to it. So every variant has a context of its
+own where it can (`rknn_dup_context`, which shares the weights), and binds once; keys and values are
+one allocation that the other contexts know by its file descriptor. Rockchip's guide to dynamic
+shapes says that such models cannot be duplicated; where that is so, all variants share one context,
+and a pass of another width binds all tensors again. A pass of another lane binds that lane's.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from headrace.errors import NpuModelError
+from headrace.errors import NpuError, NpuModelError
 from headrace.models.npu_io import NativeTensor, NpuIo, NpuVariant
 from headrace.npu.librknnrt import (
     FORMATS,
@@ -46,35 +48,71 @@ class Tensor:
 
 
 @dataclass(eq=False)
+class Bound:
+    """What a context is set to now."""
+
+    context: Context
+    variant: Variant | None = None
+    lane: int | None = None
+
+
+@dataclass(eq=False)
 class Variant:
-    """One context, its own inputs and outputs, and the lane whose keys and values it reads."""
+    """A number of rows, its own inputs and outputs, and the keys and values of every lane."""
 
     rows: int
-    context: Context
+    bound: Bound
+    shapes: list[TensorAttr]
     kv_attrs: dict[str, TensorAttr]
     inputs: dict[str, Tensor]
     outputs: dict[str, Tensor]
-    lane: int | None = None
     lanes: list[dict[str, Buffer]] = field(default_factory=list)
     """Every lane's keys and values, as this context knows them."""
 
-    def use_lane(self, lane: int) -> None:
-        """Raises NpuError, and is then bound to none."""
-        if self.lane == lane:
-            return
-        self.lane = None
+    @property
+    def context(self) -> Context:
+        return self.bound.context
+
+    def use(self, lane: int) -> bool:
+        """Makes the context one for this variant and lane; whether it was another's. Raises NpuError,
+        and all is bound again the next time.
+        """
+        bound = self.bound
+        if (bound.variant, bound.lane) == (self, lane):
+            return False
+        if bound.variant is not self:
+            bound.variant = None
+            self.context.set_input_shapes(self.shapes)
+            for tensor in (*self.inputs.values(), *self.outputs.values()):
+                self.context.bind(tensor.buffer, tensor.attr)
+            bound.variant = self
+        bound.lane = None
         for name, buffer in self.lanes[lane].items():
             self.context.bind(buffer, self.kv_attrs[name])
-        self.lane = lane
+        bound.lane = lane
+        return True
+
+
+def contexts(stack: ExitStack, first: Context, count: int) -> list[Context]:
+    """As many contexts of the same model, or the first one alone."""
+    found = [first]
+    with ExitStack() as made:
+        try:
+            found += [made.enter_context(first.duplicate()) for _ in range(count - 1)]
+        except NpuError:
+            return [first]
+        stack.enter_context(made.pop_all())
+    return found
 
 
 def open_variant(
-    stack: ExitStack, context: Context, io: NpuIo, variant: NpuVariant, cores: CoreMask
+    stack: ExitStack, bound: Bound, io: NpuIo, variant: NpuVariant, cores: CoreMask
 ) -> Variant:
-    """Sets a context's shapes, checks them against the model's description, and binds all but the
-    keys and values. What it allocates, `stack` closes. Raises NpuError.
+    """Checks the runtime's tensors against the model's description, and binds all but the keys and
+    values. What it allocates, `stack` closes. Raises NpuError.
     """
-    context.set_input_shapes(list(_shapes(context, variant)))
+    context, shapes = bound.context, list(_shapes(bound.context, variant))
+    context.set_input_shapes(shapes)
     context.set_cores(cores)
     counts = context.counts()
     if counts != (len(variant.inputs), len(variant.outputs)):
@@ -98,7 +136,9 @@ def open_variant(
             buffer = stack.enter_context(context.allocate(layout.size))
             context.bind(buffer, attr)
             found[tensor.name] = Tensor(layout, attr, buffer)
-    return Variant(variant.rows, context, kv, inputs, outputs)
+    made = Variant(variant.rows, bound, shapes, kv, inputs, outputs)
+    bound.variant, bound.lane = made, None
+    return made
 
 
 def _checked(attr: TensorAttr, expected: NativeTensor) -> Layout:
