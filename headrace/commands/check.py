@@ -9,14 +9,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+import numpy as np
 
+from headrace.commands.export import export_libraries
 from headrace.commands.figures import say_if_broken
 from headrace.commands.flags import read_text_file, runtime_config, runtime_flags
-from headrace.commands.terminal import Reporter, print_table, reporter, say
+from headrace.commands.terminal import Reporter, print_facts, print_table, reporter, say
 from headrace.errors import UsageError
+from headrace.paths import cache_dir
 from headrace.runtime.config import RuntimeConfig
 
 if TYPE_CHECKING:
+    from headrace.export.npu_check import Simulation
     from headrace.runtime.lossless import Case, Check, Prompt, Result
 
 
@@ -26,6 +30,13 @@ if TYPE_CHECKING:
     "--lossless",
     is_flag=True,
     help="Decode prompts plain and speculated, and compare tokens and log-probabilities.",
+)
+@click.option(
+    "--npu-sim",
+    metavar="TEXT",
+    type=click.Path(path_type=Path),
+    help="Simulate the bundle's draft for the NPU on this UTF-8 text, and say how much of it the "
+    "target would accept. Takes `headrace rknn-env`, and minutes.",
 )
 @click.option(
     "--prompts",
@@ -62,6 +73,7 @@ if TYPE_CHECKING:
 def command(
     bundle: Path,
     lossless: bool,
+    npu_sim: Path | None,
     prompts: tuple[Path, ...],
     num_prompts: int,
     max_tokens: int,
@@ -71,14 +83,16 @@ def command(
 ) -> int:
     """Check on this machine that speculation keeps its promises.
 
-    Decodes prompts plain and in many speculated ways. Where the same text is promised, tokens and
+    --lossless decodes prompts plain and in many speculated ways. Where the same text is promised, tokens and
     log-probabilities must be the same bits; where the same distribution is, tokens must fit what
     they were drawn from, and log-probabilities be those of the text. Exits with 1 if a promise is
     broken.
     """
-    if not lossless:
-        raise UsageError("there is nothing to check; give --lossless")
+    if lossless == (npu_sim is not None):
+        raise UsageError("give one of --lossless and --npu-sim TEXT: that is what can be checked")
     config = runtime_config(flags)
+    if npu_sim is not None:
+        return _simulate(bundle, npu_sim, as_json)
     texts = [(str(path), read_text_file("--prompts", path)) for path in prompts]
     for name, text in texts:
         if not text.strip():
@@ -99,6 +113,38 @@ def command(
         if result.first_difference is not None:
             say(f"first difference: {result.first_difference}")
     return 1 if broken else 0
+
+
+def _simulate(path: Path, text_file: Path, as_json: bool) -> int:
+    text = read_text_file("--npu-sim", text_file)
+    with export_libraries():
+        from headrace.export.npu_check import simulate
+        from headrace.models.manifest import Bundle
+        from headrace.runtime.load import load_tokenizer, verify
+
+        bundle = Bundle.open(path)
+        verify(bundle, cache_dir(), say)
+        ids = np.array(load_tokenizer(bundle).encode(text), np.int64)
+        with reporter() as report:
+            found = simulate(bundle, ids, report)
+    if as_json:
+        print(json.dumps(dataclasses.asdict(found)))
+        return 0
+    print_facts(
+        f"{path}: its draft on the NPU, simulated",
+        [
+            ("tokens of the text", f"{found.simulated.tokens:,}"),
+            ("compiled in", f"{found.build_s:.0f} s"),
+            ("accepted, greedy", _shares(found, "top1")),
+            ("accepted, temperature 1", _shares(found, "overlap")),
+        ],
+    )
+    return 0
+
+
+def _shares(found: Simulation, which: str) -> str:
+    simulated, by_ort = getattr(found.simulated, which), getattr(found.by_ort, which)
+    return f"{simulated:.2%} of tokens; {by_ort:.2%} by ONNX Runtime in float32"
 
 
 def _results(
