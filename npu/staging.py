@@ -47,8 +47,8 @@ class Layout:
     @classmethod
     def of(cls, attr: TensorAttr) -> Layout:
         """Raises NpuModelError for a layout that is none of the documented ones."""
-        name, fmt = attr.name.decode(errors="replace"), FORMATS[attr.fmt]
-        dims = tuple(attr.dims[: attr.n_dims])
+        name, dims = attr.name.decode(errors="replace"), tuple(attr.dims[: attr.n_dims])
+        fmt = FORMATS[attr.fmt] if 0 <= attr.fmt < len(FORMATS) else str(attr.fmt)
         if attr.type not in TYPES or TYPES[attr.type] not in DTYPES:
             raise NpuModelError(f"{name}: of type {attr.type}, known are {', '.join(DTYPES)}")
         dtype = np.dtype(DTYPES[TYPES[attr.type]])
@@ -59,6 +59,8 @@ class Layout:
         elif fmt == "NCHW" and len(dims) == 4:
             (n, c1, h, w), c2 = dims, 1
         else:
+            n = c1 = h = w = c2 = 0
+        if 0 in (n, c1, h, w, c2):
             raise NpuModelError(f"{name}: dims {dims} in layout {fmt}, which is not understood")
         places, odd = divmod(attr.size_with_stride, n * c1 * c2 * dtype.itemsize)
         width, uneven = divmod(places, h)
@@ -253,7 +255,9 @@ class LaneMemory:
             (entry,) = self.table.take([slot])
             for plane, (layout, main) in enumerate(self._mains):
                 of_plane = self._tail[plane * self._heads : (plane + 1) * self._heads, :, 0]
-                of_plane[:, :, entry] = self._tail_layout.recode(main[:, :, 0, slot], layout)
+                held = self._tail_layout.recode(main[:, :, 0, slot], layout)
+                of_plane[:, :, entry] = held
+                self._bytes_written += held.nbytes
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Slots `sources` become `targets`, and hold nothing themselves."""

@@ -171,8 +171,14 @@ class Drafter:
     def notice_hang(self) -> None:
         """Gives up a draft whose pass does not end."""
         began = self.model.pass_began
-        if self.broken is None and began is not None and time.perf_counter() - began > HANG_S:
-            self.broken = f"a pass took longer than {HANG_S:g} s"
+        if began is not None and time.perf_counter() - began > HANG_S:
+            self._give_up(f"a pass took longer than {HANG_S:g} s")
+
+    def _give_up(self, why: str) -> None:
+        with self._starting:
+            is_first, self.broken = self.broken is None, self.broken or why
+        if is_first:
+            self._log(f"the draft is not asked any more: {why}")
 
     def close(self) -> None:
         """Ends the thread, which closes the candidates. One that hangs is left alone, with the
@@ -238,7 +244,7 @@ class Drafter:
         left = self.candidates[self.candidates.index(failed) + 1 :]
         other = next((c for c in left if c.opened is not None), None)
         if other is None:
-            self.broken = f"{failed.patience} errors in a row, the last: {error}"
+            self._give_up(f"{failed.patience} errors in a row, the last: {error}")
             return False
         failed.breaker.failed()
         self._use(other)
@@ -273,13 +279,14 @@ class Drafter:
             return
         with self._starting:
             candidate.opened, is_wanted = opened, not self._is_closed
+            # Not when it is taken back: until then it would be due again.
+            candidate.breaker.works()
         if is_wanted:
             self._queue.put(candidate)
         else:
             candidate.close()
 
     def _take_back(self, candidate: Candidate) -> None:
-        candidate.breaker.works()
         self._use(candidate)
         self.counts.returns += 1
         self._log(f"the draft is back on the {candidate.name.upper()}")
