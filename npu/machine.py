@@ -149,11 +149,10 @@ def swap(board: Board) -> Finding:
     if total:
         where = ", ".join(board.swaps) or "unknown place"
         return passed(name, f"{show_size(total)}: {where}")
-    return warned(
-        name,
-        "none: when memory runs short the kernel ends a process at once",
-        "sudo apt install zram-tools && sudo systemctl restart zramswap",
-    )
+    remedy = "sudo apt install zram-tools && sudo systemctl restart zramswap"
+    if board.is_armbian:  # which brings a service of its own
+        remedy = "sudo systemctl enable armbian-zram-config && sudo reboot"
+    return warned(name, "none: when memory runs short the kernel ends a process at once", remedy)
 
 
 def open_files(board: Board, needs: Needs) -> Finding:

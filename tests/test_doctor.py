@@ -529,7 +529,9 @@ def test_memory_and_swap(good: Tree) -> None:
     meminfo(good, total=3_900_000, swap=0)
     found = good.examine()
     assert (found["memory"].status, found["swap"].status) == ("pass", "warn")
-    assert "zram" in str(found["swap"].remedy)
+    assert "zram-tools" in str(found["swap"].remedy)
+    good.write("/etc/armbian-release", "BRANCH=vendor")
+    assert "armbian-zram-config" in str(good.examine()["swap"].remedy)
     meminfo(good, total=1_900_000)
     assert good.status("memory") == "warn"
     assert good.status("memory", replace(GENERAL, npu_bytes=3 << 30)) == "fail"

@@ -11,13 +11,10 @@ import click
 
 from headrace.commands.terminal import console, print_table, say
 from headrace.errors import UsageError
-from headrace.models.manifest import Bundle
+from headrace.models.manifest import NPU, NPU_IO, Bundle
 
 if TYPE_CHECKING:
     from headrace.npu.doctor import Finding, Needs
-
-_IO, _MODEL = "draft/npu.io.json", "draft/npu.rknn"
-"""Of a bundle whose draft is compiled for an NPU."""
 
 
 @click.command(name="doctor")
@@ -66,12 +63,12 @@ def _needs(bundle: Path | None, library: Path | None) -> Needs:
     if bundle is None:
         return Needs(library=library)
     opened = Bundle.open(bundle)
-    if not opened.file(_IO).exists():
+    if not opened.file(NPU_IO).exists():
         say(f"{bundle} has no draft for the NPU: the board is held to general minimums")
         return Needs(library=library)
-    model = opened.file(_MODEL)
+    model = opened.file(NPU)
     model_bytes = model.stat().st_size if model.is_file() else 0
-    return Needs.of_draft(NpuIo.load(opened.file(_IO)), model_bytes, library)
+    return Needs.of_draft(NpuIo.load(opened.file(NPU_IO)), model_bytes, library)
 
 
 def _print(findings: list[Finding]) -> None:
