@@ -11,7 +11,7 @@ import onnxruntime as ort
 from headrace.export.quantize import F32
 from headrace.export.text import I64
 from headrace.models.config import ModelConfig
-from headrace.models.npu_io import NpuGeometry, NpuIo, main_names, npu_inputs
+from headrace.models.npu_io import NpuGeometry, NpuIo, is_kv, main_names, npu_inputs
 from headrace.models.rope import cos_sin
 
 Feeds = dict[str, F32]
@@ -32,11 +32,7 @@ class NpuText:
         self._config, self._geometry = config, geometry
         self._embeddings, self._mask = embeddings, np.float32(mask)
         tensors = npu_inputs(config, geometry, 1)
-        self._kv = {
-            t.name: np.zeros(t.dims, np.float32)
-            for t in tensors
-            if t.name == "tail" or t.name.startswith("main.")
-        }
+        self._kv = {t.name: np.zeros(t.dims, np.float32) for t in tensors if is_kv(t.name)}
         self.length = 0
 
     @property

@@ -119,6 +119,11 @@ def npu_outputs(config: ModelConfig, rows: int) -> list[NpuTensor]:
     ]
 
 
+def is_kv(name: str) -> bool:
+    """Whether an input is a lane's keys and values, the same in all variants."""
+    return name == "tail" or name.startswith("main.")
+
+
 def main_names(layer: int) -> tuple[str, str]:
     """Of a layer's keys and values."""
     return f"main.{layer}.key", f"main.{layer}.value"
@@ -204,6 +209,11 @@ class NpuIo:
             for rows in geometry.rows
         )
         return cls(platform, toolkit, quant, mask, geometry, variants)
+
+    @property
+    def lane_bytes(self) -> int:
+        """Of one lane's keys and values."""
+        return sum(t.size for t in self.variants[0].inputs if is_kv(t.name))
 
     def save(self, path: Path) -> None:
         data = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}

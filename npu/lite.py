@@ -15,11 +15,10 @@ from typing import Any
 import numpy as np
 
 from headrace.errors import NpuDeviceError, NpuMissingError, NpuModelError
-from headrace.models.npu_io import NpuFiles, NpuTensor, main_names, npu_inputs, npu_outputs
+from headrace.models.npu_io import NpuFiles, NpuTensor, is_kv, main_names, npu_inputs, npu_outputs
 from headrace.npu.librknnrt import CORES
 from headrace.npu.passes import NpuPasses, Placed
 from headrace.npu.staging import LaneMemory, Layout, Native
-from headrace.npu.variants import is_kv
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from headrace.errors import NpuError, NpuModelError
-from headrace.models.npu_io import NativeTensor, NpuIo, NpuVariant
+from headrace.models.npu_io import NativeTensor, NpuIo, NpuVariant, is_kv
 from headrace.npu.librknnrt import (
     FORMATS,
     Buffer,
@@ -27,11 +27,6 @@ from headrace.npu.librknnrt import (
     TensorAttr,
 )
 from headrace.npu.staging import Layout, Native
-
-
-def is_kv(name: str) -> bool:
-    """Whether a tensor is a lane's, and the same in all variants."""
-    return name == "tail" or name.startswith("main.")
 
 
 @dataclass(frozen=True, eq=False)

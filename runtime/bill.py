@@ -8,7 +8,17 @@ from typing import Literal
 
 from headrace.errors import MemoryLimitError
 from headrace.models.config import ModelConfig
-from headrace.models.manifest import DRAFT_DATA, TARGET_DATA, TOKENIZER, Bundle
+from headrace.models.manifest import (
+    DRAFT_DATA,
+    NPU,
+    NPU_EMBEDDINGS,
+    NPU_IO,
+    TARGET_DATA,
+    TOKENIZER,
+    Bundle,
+)
+from headrace.models.npu_io import NpuIo
+from headrace.models.records import NpuRecord
 from headrace.models.rope import RopeTable
 from headrace.runtime import memory, overhead, prepare
 from headrace.runtime.arena import ArenaShape
@@ -16,6 +26,7 @@ from headrace.runtime.blocks import BLOCK_TOKENS
 from headrace.runtime.config import RuntimeConfig
 from headrace.runtime.draft import draft_capacity
 from headrace.runtime.kv import PoolShape
+from headrace.runtime.on_npu import may_have_npu
 from headrace.runtime.ort import MAX_BINDINGS, MAX_ROWS, MAX_WANTED
 from headrace.runtime.overhead import Overhead
 from headrace.runtime.prior import DEFAULT_CAPACITY, INDEX_BYTES, capacity_for
@@ -115,6 +126,25 @@ class DraftFacts:
 
 
 @dataclass(frozen=True)
+class NpuFacts:
+    """What it needs to know of a draft for the NPU."""
+
+    weights: Bytes
+    """Of the compiled file, which is copied to where the NPU reads it."""
+    embeddings: Bytes
+    lane: Bytes
+    """Keys and values of one."""
+    internal: Bytes
+    """Between operators, all variants."""
+
+    @classmethod
+    def of(cls, bundle: Bundle, npu: NpuRecord) -> NpuFacts:
+        files, io = bundle.manifest.files, NpuIo.load(bundle.file(NPU_IO))
+        internal = sum(variant.internal_bytes for variant in npu.variants)
+        return cls(files[NPU].size, files[NPU_EMBEDDINGS].size, io.lane_bytes, internal)
+
+
+@dataclass(frozen=True)
 class Facts:
     """What the bill needs to know of a bundle."""
 
@@ -123,6 +153,7 @@ class Facts:
     tokenizer_file: Bytes
     overhead: Overhead
     draft: DraftFacts | None = None
+    npu: NpuFacts | None = None
 
     @classmethod
     def of(cls, bundle: Bundle, cache: Path) -> Facts:
@@ -131,13 +162,14 @@ class Facts:
         cost = _overhead(
             cache, bundle.target_identity(), manifest.config, manifest.files[TARGET_DATA].size
         )
-        draft_facts = None
+        draft_facts, npu = None, None
         if draft is not None:
             size = manifest.files[DRAFT_DATA].size
             of_draft = _overhead(cache, bundle.draft_identity(), draft.config, size)
             draft_facts = DraftFacts(draft.config, draft.kv, of_draft)
+            npu = None if draft.npu is None else NpuFacts.of(bundle, draft.npu)
         tokenizer = manifest.files[TOKENIZER].size
-        return cls(manifest.config, manifest.kv, tokenizer, cost, draft_facts)
+        return cls(manifest.config, manifest.kv, tokenizer, cost, draft_facts, npu)
 
     @property
     def block_bytes(self) -> Bytes:
@@ -189,7 +221,7 @@ def _speculation(facts: Facts, config: RuntimeConfig) -> list[Line]:
     own = capacity_for(2 * config.capacity(facts.config))
     indexes = (DEFAULT_CAPACITY + config.lanes * own) * INDEX_BYTES
     lines = [Line("lookup", indexes, False, "exact", f"{config.lanes} requests and one they share")]
-    if facts.draft is None:
+    if facts.draft is None or config.draft_device == "none":
         return lines
     draft = facts.draft
     arena = ArenaShape(draft.config, draft.kv, config.lanes, draft_capacity(draft.config))
@@ -202,6 +234,19 @@ def _speculation(facts: Facts, config: RuntimeConfig) -> list[Line]:
         Line("draft weights", draft.overhead.weights, True, known),
         Line("draft arena", arena.num_bytes, False, "exact", f"{config.lanes} x {arena.capacity}"),
         Line("draft session", beside, False, known, "with activations and logits"),
+        *_on_npu(facts.npu, config),
+    ]
+
+
+def _on_npu(npu: NpuFacts | None, config: RuntimeConfig) -> list[Line]:
+    """Of the draft on the NPU; the one on the CPU stands in for it."""
+    if npu is None or not may_have_npu(config):
+        return []
+    kv = config.lanes * npu.lane
+    return [
+        Line("NPU embeddings", npu.embeddings, True, "exact"),
+        Line("NPU weights", npu.weights + npu.internal, False, "estimated", "and its own memory"),
+        Line("NPU keys, values", kv, False, "exact", f"{config.lanes} lanes"),
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes.util
 import hashlib
 import importlib
 import re
@@ -24,6 +25,13 @@ TRANSPORTS = {"npu": "headrace.npu.backend", "npu-lite": "headrace.npu.lite"}
 
 _TRANSIENT = (NpuDeviceError, NpuTimeoutError)
 """What may be over after a while."""
+
+
+def may_have_npu(config: RuntimeConfig) -> bool:
+    """Whether an NPU would be tried: one is asked for, or its library is installed."""
+    if config.draft_device != "auto" or config.npu_library is not None:
+        return config.draft_device not in ("cpu", "none")
+    return ctypes.util.find_library("rknnrt") is not None
 
 
 def npu_candidates(

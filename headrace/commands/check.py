@@ -88,8 +88,10 @@ def command(
     they were drawn from, and log-probabilities be those of the text. Exits with 1 if a promise is
     broken.
     """
-    if lossless == (npu_sim is not None):
-        raise UsageError("give one of --lossless and --npu-sim TEXT: that is what can be checked")
+    if not lossless and npu_sim is None:
+        raise UsageError("there is nothing to check; give --lossless or --npu-sim TEXT")
+    if lossless and npu_sim is not None:
+        raise UsageError("--lossless and --npu-sim are two checks; give one of them")
     config = runtime_config(flags)
     if npu_sim is not None:
         return _simulate(bundle, npu_sim, as_json)
