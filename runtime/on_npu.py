@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes.util
 import hashlib
 import importlib
 import re
@@ -23,6 +22,9 @@ from headrace.runtime.ring import RingLayout
 TRANSPORTS = {"npu": "headrace.npu.backend", "npu-lite": "headrace.npu.lite"}
 """Modules with a function `open_backend`, by what `draft_device` calls them."""
 
+_LIBRARY_FOLDERS = [Path(f"/{name}") for name in ("usr/lib", "usr/lib64", "usr/local/lib", "lib")]
+"""Where boards have it."""
+
 _TRANSIENT = (NpuDeviceError, NpuTimeoutError)
 """What may be over after a while."""
 
@@ -31,7 +33,7 @@ def may_have_npu(config: RuntimeConfig) -> bool:
     """Whether an NPU would be tried: one is asked for, or its library is installed."""
     if config.draft_device != "auto" or config.npu_library is not None:
         return config.draft_device not in ("cpu", "none")
-    return ctypes.util.find_library("rknnrt") is not None
+    return any((folder / "librknnrt.so").exists() for folder in _LIBRARY_FOLDERS)
 
 
 def npu_candidates(
