@@ -106,6 +106,13 @@ CORES = {
 }
 
 FORMATS = ("NCHW", "NHWC", "NC1HWC2", "UNDEFINED")
+
+
+def format_name(fmt: int) -> str:
+    """Also of one that the documents do not know."""
+    return FORMATS[fmt] if 0 <= fmt < len(FORMATS) else str(fmt)
+
+
 TYPES = {0: "float32", 1: "float16", 2: "int8", 3: "uint8", 6: "int32", 8: "int64"}
 
 TO_DEVICE, FROM_DEVICE = 1, 2

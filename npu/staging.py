@@ -20,7 +20,7 @@ import numpy.typing as npt
 from headrace.errors import NpuModelError
 from headrace.models.config import ModelConfig
 from headrace.models.npu_io import NpuGeometry
-from headrace.npu.librknnrt import FORMATS, TYPES, TensorAttr
+from headrace.npu.librknnrt import TYPES, TensorAttr, format_name
 
 F32 = npt.NDArray[np.float32]
 Native = npt.NDArray[np.generic]
@@ -48,7 +48,7 @@ class Layout:
     def of(cls, attr: TensorAttr) -> Layout:
         """Raises NpuModelError for a layout that is none of the documented ones."""
         name, dims = attr.name.decode(errors="replace"), tuple(attr.dims[: attr.n_dims])
-        fmt = FORMATS[attr.fmt] if 0 <= attr.fmt < len(FORMATS) else str(attr.fmt)
+        fmt = format_name(attr.fmt)
         if attr.type not in TYPES or TYPES[attr.type] not in DTYPES:
             raise NpuModelError(f"{name}: of type {attr.type}, known are {', '.join(DTYPES)}")
         dtype = np.dtype(DTYPES[TYPES[attr.type]])

@@ -18,13 +18,13 @@ import numpy as np
 from headrace.errors import NpuError, NpuModelError
 from headrace.models.npu_io import NativeTensor, NpuIo, NpuVariant, is_kv
 from headrace.npu.librknnrt import (
-    FORMATS,
     Buffer,
     Context,
     CoreMask,
     InputRange,
     Query,
     TensorAttr,
+    format_name,
 )
 from headrace.npu.staging import Layout, Native
 
@@ -106,15 +106,16 @@ def open_variant(
     """Checks the runtime's tensors against the model's description, and binds all but the keys and
     values. What it allocates, `stack` closes. Raises NpuError.
     """
-    context, shapes = bound.context, list(_shapes(bound.context, variant))
-    context.set_input_shapes(shapes)
-    context.set_cores(cores)
+    context = bound.context
     counts = context.counts()
     if counts != (len(variant.inputs), len(variant.outputs)):
         raise NpuModelError(
             f"the model has {counts[0]} inputs and {counts[1]} outputs, its description "
             f"{len(variant.inputs)} and {len(variant.outputs)}; export it again"
         )
+    shapes = list(_shapes(context, variant))
+    context.set_input_shapes(shapes)
+    context.set_cores(cores)
     kv: dict[str, TensorAttr] = {}
     inputs: dict[str, Tensor] = {}
     outputs: dict[str, Tensor] = {}
@@ -163,7 +164,7 @@ def _shapes(context: Context, variant: NpuVariant) -> Iterator[TensorAttr]:
         found = context.shapes(index)
         attr = context.attribute(Query.INPUT_ATTR, index)
         chosen = next(
-            (d for d in _choices(found) if _as_nchw(d, FORMATS[found.fmt]) == tensor.dims), None
+            (d for d in _choices(found) if _as_nchw(d, format_name(found.fmt)) == tensor.dims), None
         )
         if chosen is None:
             raise NpuModelError(

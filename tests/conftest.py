@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from commandline import CommandLine
+from librknnrt import build as double_build
+from npu_double import Double, watched
 from tiny_checkpoints import TINY
 
 from headrace.export import demo_model
@@ -76,3 +79,19 @@ def command(
     """The command line, with a cache folder of the test run's own."""
     monkeypatch.setenv("HEADRACE_CACHE", str(shared_cache))
     return CommandLine(capsys, monkeypatch)
+
+
+@pytest.fixture(scope="session")
+def npu_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The double of librknnrt.so."""
+    missing = double_build.missing()
+    if missing is not None:
+        pytest.skip(missing)
+    return double_build.build(tmp_path_factory.mktemp("double"))
+
+
+@pytest.fixture
+def double(npu_library: Path) -> Iterator[Double]:
+    """The same, with nothing left of it and nothing done wrongly when the test has ended."""
+    with watched(npu_library) as found:
+        yield found

@@ -265,7 +265,7 @@ class Ledger:
         self._check_visible(r.past)
         self.passes += 1
         shape = (kv_planes(CONFIG), CONFIG.head_dim, r.num_rows)
-        values = self.rng.integers(-100, 100, shape).astype(np.float32) / 2
+        values: F32 = self.rng.integers(-100, 100, shape).astype(np.float32) / np.float32(2)
         native = np.zeros(self.new_layout.shape, self.new_layout.dtype)
         for row in range(r.num_rows):
             columns = self.new_layout.encode(self.new_layout.split(values[:, :, row]))
