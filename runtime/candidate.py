@@ -7,8 +7,9 @@ of its own, so that nobody waits for a device that may hang.
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from headrace.runtime.draft import DraftModel
@@ -73,3 +74,87 @@ class Candidate:
         opened, self.opened = self.opened, None
         if opened is not None:
             opened.model.close()
+
+
+class Candidates:
+    """All places for one draft, and which of them it is in."""
+
+    def __init__(self, candidates: Sequence[Candidate], log: Callable[[str], None]) -> None:
+        """In order of preference; one at least must be open. Changes are told to `log`, a line each."""
+        self.all, self._log = list(candidates), log
+        self.current = next(c for c in self.all if c.opened is not None)
+        self.num_failed_openings = 0
+        self._opener: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    @property
+    def opened(self) -> Opened:
+        """Of the current one."""
+        assert self.current.opened is not None
+        return self.current.opened
+
+    def fall_back(self, error: Exception) -> bool:
+        """To the next place after the current one failed; False if there is none."""
+        failed = self.current
+        left = self.all[self.all.index(failed) + 1 :]
+        other = next((c for c in left if c.opened is not None), None)
+        if other is None:
+            return False
+        failed.breaker.failed()
+        self.current = other
+        self._log(
+            f"the draft on the {failed.name.upper()} failed ({error}); it goes on on the "
+            f"{other.name.upper()}, and the {failed.name.upper()} is tried again later"
+        )
+        return True
+
+    def reopen_what_is_due(self, is_back: Callable[[Candidate], None]) -> None:
+        """Opens a better place than the current one if its time has come, and tells `is_back`; in a
+        thread of its own, since a device that failed may hang.
+        """
+        better = self.all[: self.all.index(self.current)]
+        due = next((c for c in better if c.reopen is not None and c.breaker.is_due), None)
+        with self._lock:
+            is_busy = self._opener is not None and self._opener.is_alive()
+            if due is None or is_busy or self._is_closed:
+                return
+            self._opener = threading.Thread(
+                target=self._reopen, args=(due, is_back), name="headrace-npu", daemon=True
+            )
+            self._opener.start()
+
+    def _reopen(self, candidate: Candidate, is_back: Callable[[Candidate], None]) -> None:
+        assert candidate.reopen is not None
+        try:
+            candidate.close()
+            opened = candidate.reopen()
+        except Exception:  # noqa: BLE001  that it failed was said once; this only takes longer
+            self.num_failed_openings += 1
+            candidate.breaker.failed()
+            return
+        with self._lock:
+            candidate.opened, is_wanted = opened, not self._is_closed
+            # Not when it is taken back: until then it would be due, and be opened again.
+            candidate.breaker.works()
+        if is_wanted:
+            is_back(candidate)
+        else:
+            candidate.close()
+
+    def take_back(self, candidate: Candidate) -> None:
+        """It drafts again."""
+        self.current = candidate
+        self._log(f"the draft is back on the {candidate.name.upper()}")
+
+    def stop(self, timeout_s: float) -> None:
+        """Opens nothing any more, and waits for what is being opened."""
+        with self._lock:
+            self._is_closed, opener = True, self._opener
+        if opener is not None:
+            opener.join(timeout=timeout_s)
+
+    def close(self) -> None:
+        """May be called again; nobody may be using them."""
+        for candidate in self.all:
+            candidate.close()

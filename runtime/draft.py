@@ -233,8 +233,9 @@ class DraftLane:
     # what may come
 
     @property
-    def has_room(self) -> bool:
-        return len(self.nodes) < self.model.max_nodes
+    def num_free(self) -> int:
+        """Nodes that it has room for."""
+        return self.model.max_nodes - len(self.nodes)
 
     def path(self, node: int) -> list[int]:
         """Tokens from behind the root to `node`."""

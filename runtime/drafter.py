@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from headrace.runtime.candidate import Candidate
+from headrace.runtime.candidate import Candidate, Candidates, Opened
 from headrace.runtime.defer import DeferChoice
 from headrace.runtime.draft import DraftLane, frontier
 from headrace.runtime.guess import Guess, Guesser
@@ -41,13 +41,21 @@ _LEAST_REACH = 0.03
 _CHEAP = 1.25
 """Rows of a draft's pass that cost no more than this times one are taken together."""
 
-_MAX_WIDTH = 4
+_FREE = 1.05
+"""Rows that cost no more than this times one are taken along by a step of the likeliest path: an
+NPU's passes cost the same up to its variants' width."""
+
+_MAX_WIDTH = 8
 
 _STEP_SHARE = 0.1
 """Of the last step in what a step is believed to take."""
 
 _WAIT_MEMORY = 0.7
 """Of earlier waits: so short that one late answer is made up for by a few good ones."""
+
+
+Outcome = tuple[int, Guess, float]
+"""A node, a guess of what comes behind it, and its probability to become text."""
 
 
 class Pays(NamedTuple):
@@ -101,7 +109,7 @@ class Drafter:
         """The first of `candidates` that is open drafts; one at least must be. Whatever becomes of
         them is told to `log`, a line each time.
         """
-        self.candidates, self._log = list(candidates), log
+        self.candidates, self._log = Candidates(candidates, log), log
         self.counts, self.defer = DraftCounts(), DeferChoice(defer)
         self.broken: str | None = None
         """Why the draft is not asked any more."""
@@ -112,27 +120,24 @@ class Drafter:
         self._failures_in_a_row = 0
         self._acceptance, self._is_boundary = acceptance, is_boundary
         self.trace = trace
-        opened = [c.opened for c in self.candidates if c.opened is not None]
+        opened = [c.opened for c in candidates if c.opened is not None]
         self.window = max(o.model.layout.window for o in opened)
         """Tokens of a text that any of them has use for."""
         self.head = opened[0].model.head
-        self._use(next(c for c in self.candidates if c.opened is not None))
+        self._use(self.candidates.opened)
         self._queue: queue.SimpleQueue[Ask | Candidate | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="headrace-draft", daemon=True)
-        self._opener: threading.Thread | None = None
         self._starting = threading.Lock()
-        self._is_closed = False
 
-    def _use(self, candidate: Candidate) -> None:
-        """The candidate drafts from now on; it knows no text."""
-        assert candidate.opened is not None
-        self.candidate = candidate
-        self.model, costs = candidate.opened.model, candidate.opened.costs
+    def _use(self, opened: Opened) -> None:
+        """It drafts from now on, and knows no text."""
+        self.model, costs = opened.model, opened.costs
         self.step_s = costs.of(1)
         """Seconds of a pass that says what comes after a token; learned from each."""
         self._text_row_s = costs.of(17) / 17
-        self._width = max(
-            r for r in range(1, _MAX_WIDTH + 1) if costs.of(r) <= _CHEAP * self.step_s
+        self._width, self._free_width = (
+            max(r for r in range(1, _MAX_WIDTH + 1) if costs.of(r) <= most * self.step_s)
+            for most in (_CHEAP, _FREE)
         )
         lanes = self.model.backend.facts.lanes
         self._lanes = [DraftLane(self.model, i) for i in range(lanes)]
@@ -185,21 +190,15 @@ class Drafter:
         memory that it may write to. May be called again, and by a finalizer in any thread.
         """
         with self._starting:
-            self._is_closed, is_running = True, self._thread.ident is not None
+            is_running = self._thread.ident is not None
             self.broken = self.broken or "the model is closed"
-            opener = self._opener
-        if opener is not None:
-            opener.join(timeout=HANG_S)
+        self.candidates.stop(HANG_S)
         if not is_running:
-            self._close_candidates()
+            self.candidates.close()
             return
         self._queue.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=HANG_S)
-
-    def _close_candidates(self) -> None:
-        for candidate in self.candidates:
-            candidate.close()
 
     # the thread's side
 
@@ -209,7 +208,9 @@ class Drafter:
             if asked is None:
                 break
             if isinstance(asked, Candidate):
-                self._take_back(asked)
+                self.candidates.take_back(asked)
+                self._use(self.candidates.opened)
+                self.counts.returns += 1
                 continue
             start = time.perf_counter()
             try:
@@ -218,7 +219,7 @@ class Drafter:
                 self.counts.busy_s += time.perf_counter() - start
                 asked.done.set()
             del asked  # its request may be dropped while the thread waits
-        self._close_candidates()
+        self.candidates.close()
 
     def _attempt(self, ask: Ask) -> None:
         """Answers by the candidate that drafts, or by the one that takes its place."""
@@ -238,58 +239,15 @@ class Drafter:
         """Whether another candidate has taken over."""
         self.counts.failures += 1
         self._failures_in_a_row += 1
-        failed = self.candidate
-        if self._failures_in_a_row < failed.patience:
+        patience = self.candidates.current.patience
+        if self._failures_in_a_row < patience:
             return False
-        left = self.candidates[self.candidates.index(failed) + 1 :]
-        other = next((c for c in left if c.opened is not None), None)
-        if other is None:
-            self._give_up(f"{failed.patience} errors in a row, the last: {error}")
+        if not self.candidates.fall_back(error):
+            self._give_up(f"{patience} errors in a row, the last: {error}")
             return False
-        failed.breaker.failed()
-        self._use(other)
+        self._use(self.candidates.opened)
         self.counts.switches += 1
-        self._log(
-            f"the draft on the {failed.name.upper()} failed ({error}); the {other.name.upper()} "
-            "goes on, and it is tried again later"
-        )
         return True
-
-    def _reopen_what_is_due(self) -> None:
-        """In a thread of its own: a device that failed may hang."""
-        better = self.candidates[: self.candidates.index(self.candidate)]
-        due = next((c for c in better if c.reopen is not None and c.breaker.is_due), None)
-        with self._starting:
-            is_busy = self._opener is not None and self._opener.is_alive()
-            if due is None or is_busy or self.broken is not None:
-                return
-            self._opener = threading.Thread(
-                target=self._reopen, args=(due,), name="headrace-npu", daemon=True
-            )
-            self._opener.start()
-
-    def _reopen(self, candidate: Candidate) -> None:
-        assert candidate.reopen is not None
-        try:
-            candidate.close()
-            opened = candidate.reopen()
-        except Exception:  # noqa: BLE001  that it failed was said once; this only takes longer
-            self.counts.failures += 1
-            candidate.breaker.failed()
-            return
-        with self._starting:
-            candidate.opened, is_wanted = opened, not self._is_closed
-            # Not when it is taken back: until then it would be due again.
-            candidate.breaker.works()
-        if is_wanted:
-            self._queue.put(candidate)
-        else:
-            candidate.close()
-
-    def _take_back(self, candidate: Candidate) -> None:
-        self._use(candidate)
-        self.counts.returns += 1
-        self._log(f"the draft is back on the {candidate.name.upper()}")
 
     def _next(self) -> Ask | Candidate | None:
         """The next question; until there is one, goes on behind what is being verified."""
@@ -305,7 +263,7 @@ class Drafter:
                 lane.restart()
                 self._note_failure(error)
             self.counts.busy_s += time.perf_counter() - start
-        self._reopen_what_is_due()
+        self.candidates.reopen_what_is_due(self._queue.put)
         start = time.perf_counter()
         asked = self._queue.get()
         self.counts.idle_s += time.perf_counter() - start
@@ -346,10 +304,14 @@ class Drafter:
                 break
             child = lane.child(node, guesses[0].token_id)
             if child is None:
-                if reach < ask.pays.step or not lane.has_room:
+                if reach < ask.pays.step or not lane.num_free:
                     break
                 child = len(lane.nodes)
-                self._compute(lane, [(node, guesses[0], reach)])
+                wanted = [(node, guesses[0], reach)]
+                # The rest of the path comes first: what stands beside it must leave it room.
+                left = lane.num_free - (ask.want - len(chain))
+                beside = self._outcomes(lane, min(self._free_width, left) - 1, but=wanted[0])
+                self._compute(lane, wanted + beside)
             node = child
         return chain
 
@@ -357,16 +319,22 @@ class Drafter:
         """One pass for the likeliest outcomes that were not computed; whether there were any."""
         if _is_free(self._owners[lane.lane]):
             return False
-        outcomes: list[tuple[int, Guess, float]] = []
-        for node, guess, rank in frontier(lane):
-            reach = lane.nodes[node].reach * self._rates(lane, node)[rank]
-            if reach >= _LEAST_REACH:
-                outcomes.append((node, guess, reach))
-        outcomes.sort(key=lambda outcome: -outcome[2])
-        outcomes = outcomes[: min(self._width, self.model.max_nodes - len(lane.nodes))]
+        outcomes = self._outcomes(lane, min(self._width, lane.num_free))
         if outcomes:
             self._compute(lane, outcomes)
         return bool(outcomes)
+
+    def _outcomes(self, lane: DraftLane, most: int, but: Outcome | None = None) -> list[Outcome]:
+        """The likeliest outcomes that were not computed."""
+        if most <= 0:
+            return []
+        found: list[Outcome] = []
+        for node, guess, rank in frontier(lane):
+            reach = lane.nodes[node].reach * self._rates(lane, node)[rank]
+            is_taken = but is not None and (node, guess.token_id) == (but[0], but[1].token_id)
+            if reach >= _LEAST_REACH and not is_taken:
+                found.append((node, guess, reach))
+        return sorted(found, key=lambda outcome: -outcome[2])[:most]
 
     def _rates(self, lane: DraftLane, node: int) -> list[float]:
         """Probability that each guess behind a node is what comes, if the node came."""
@@ -378,7 +346,7 @@ class Drafter:
             rates.append((1 - sum(rates)) * self._acceptance.rate(origin, depth))
         return rates
 
-    def _compute(self, lane: DraftLane, wanted: list[tuple[int, Guess, float]]) -> None:
+    def _compute(self, lane: DraftLane, wanted: list[Outcome]) -> None:
         start = time.perf_counter()
         self._timed(lambda: lane.compute(wanted), "draft")
         self.step_s += _STEP_SHARE * (time.perf_counter() - start - self.step_s)
