@@ -134,7 +134,7 @@ def test_runs_the_draft_of_a_checkpoint(double: Double, tmp_path: Path) -> None:
     write_npu_files(
         checkpoint, tmp_path, geometry, platform="rk3588", toolkit="2.5.0", quant="fp16"
     )
-    table, config = embeddings(tmp_path, checkpoint), checkpoint.config
+    table, config = embeddings(tmp_path, checkpoint.config), checkpoint.config
     compiled = (tmp_path / NPU_GRAPH).with_suffix(".rknn")
     compiled.write_bytes(b"compiled")
     contexts = {rows: ready(double, compiled, rows=rows) for rows in geometry.rows}
