@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 from headrace.errors import BundleError
 from headrace.models.npu_io import NativeTensor, NpuGeometry, NpuIo, NpuVariant
-from headrace.npu.access import Node, User, may_use
-from headrace.npu.board import read_board
-from headrace.npu.doctor import Finding, Needs, examine, worst
-from headrace.npu.installed import LIBRARY_FOLDERS
-from headrace.npu.sysroot import Sysroot
+from headrace.npu.doctor.access import Node, User, may_use
+from headrace.npu.doctor.board import read_board
+from headrace.npu.doctor.examine import Finding, Needs, examine, worst
+from headrace.npu.doctor.installed import LIBRARY_FOLDERS
+from headrace.npu.doctor.sysroot import Sysroot
 
 GENERAL = Needs()
 NPU, DMC = "/sys/class/devfreq/fdab0000.npu", "/sys/class/devfreq/dmc"

@@ -14,7 +14,7 @@ from headrace.errors import UsageError
 from headrace.models.manifest import NPU, NPU_IO, Bundle
 
 if TYPE_CHECKING:
-    from headrace.npu.doctor import Finding, Needs
+    from headrace.npu.doctor.examine import Finding, Needs
 
 
 @click.command(name="doctor")
@@ -45,7 +45,7 @@ def command(bundle: Path | None, sysroot: Path, npu_library: Path | None, as_jso
     if not sysroot.is_dir():
         raise UsageError(f"--sysroot: got {sysroot}, which is no folder")
 
-    from headrace.npu.doctor import examine, worst
+    from headrace.npu.doctor.examine import examine, worst
 
     needs = _needs(bundle, npu_library)
     findings = examine(sysroot, needs)
@@ -58,7 +58,7 @@ def command(bundle: Path | None, sysroot: Path, npu_library: Path | None, as_jso
 
 def _needs(bundle: Path | None, library: Path | None) -> Needs:
     from headrace.models.npu_io import NpuIo
-    from headrace.npu.doctor import Needs
+    from headrace.npu.doctor.examine import Needs
 
     if bundle is None:
         return Needs(library=library)
@@ -81,7 +81,7 @@ def _print(findings: list[Finding]) -> None:
 
 
 def _json(findings: list[Finding], needs: Needs) -> dict[str, Any]:
-    from headrace.npu.doctor import worst
+    from headrace.npu.doctor.examine import worst
 
     return {
         "status": worst(findings),

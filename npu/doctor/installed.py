@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.npu.sysroot import Sysroot, elf_machine, first_match
+from headrace.npu.doctor.sysroot import Sysroot, elf_machine, first_match
 
 LIBRARY_FOLDERS = (
     "/usr/local/lib/aarch64-linux-gnu",

@@ -12,7 +12,7 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.npu.sysroot import Sysroot, one_line
+from headrace.npu.doctor.sysroot import Sysroot, one_line
 
 _READ_WRITE = 6
 

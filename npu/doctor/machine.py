@@ -5,8 +5,8 @@ Half of an RK3588's speed is lost to clocks that follow the load, since a pass i
 
 from __future__ import annotations
 
-from headrace.npu.board import Board, Clock
-from headrace.npu.finding import Finding, Needs, failed, passed, warned
+from headrace.npu.doctor.board import Board, Clock
+from headrace.npu.doctor.finding import Finding, Needs, failed, passed, warned
 from headrace.sizes import GIB, show_size
 
 _NUM_BIG = 4

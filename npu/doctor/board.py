@@ -9,9 +9,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.npu.access import Node, User, read_node, read_user
-from headrace.npu.installed import Library, read_libraries
-from headrace.npu.sysroot import Sysroot, elf_machine, one_line
+from headrace.npu.doctor.access import Node, User, read_node, read_user
+from headrace.npu.doctor.installed import Library, read_libraries
+from headrace.npu.doctor.sysroot import Sysroot, elf_machine, one_line
 
 _DRIVER_FILES = (
     "/sys/module/rknpu/version",

@@ -8,11 +8,11 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from headrace.npu import machine
-from headrace.npu.access import Node, User, may_use
-from headrace.npu.board import Board, read_board
-from headrace.npu.finding import Finding, Needs, Status, failed, passed, warned
-from headrace.npu.installed import Library
+from headrace.npu.doctor import machine
+from headrace.npu.doctor.access import Node, User, may_use
+from headrace.npu.doctor.board import Board, read_board
+from headrace.npu.doctor.finding import Finding, Needs, Status, failed, passed, warned
+from headrace.npu.doctor.installed import Library
 from headrace.npu.librknnrt import MIN_DRIVER, version_tuple
 from headrace.sizes import MIB, show_size
 

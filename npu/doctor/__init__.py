@@ -1,0 +1,1 @@
+"""What `headrace doctor` knows of boards: facts read from files, and judgements on them."""
