@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,7 +89,10 @@ def export_npu(job: NpuJob, folder: Path, report: Reporter) -> NpuRecord:
             calibration=calibration if job.options.quant == "w8a8" else (),
         )
         rknn_log.check_on_npu(built.variants)
-        dataclasses.replace(io, toolkit=built.toolkit).save(folder / NPU_IO)
+        first = built.variants[min(geometry.rows)]
+        io = io.compiled(built.toolkit, rknn_log.boundary_types(first))
+        rknn_log.check_layouts(built.variants, io)
+        io.save(folder / NPU_IO)
         report.stage("draft for the NPU: simulating each variant")
         compared = simulator.compare(
             toolkit,
@@ -101,7 +103,6 @@ def export_npu(job: NpuJob, folder: Path, report: Reporter) -> NpuRecord:
         logits = text.logits(toolkit.run)
         target_logits = job.target_logits[: len(logits)]
         agreement = check.agreement(target_logits, logits, job.to_target)
-    first = built.variants[min(geometry.rows)]
     return NpuRecord(
         platform=built.platform,
         toolkit=built.toolkit,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import prod
 
 from headrace.errors import ExportError, RknnToolkitError
-from headrace.models.npu_io import ITEM_BYTES, NativeTensor, NpuVariant
+from headrace.models.npu_io import ITEM_BYTES, NativeTensor, NpuIo, NpuVariant
 
 Dims = tuple[int, ...]
 
@@ -183,6 +183,22 @@ def check_on_npu(variants: Mapping[int, VariantLog]) -> None:
             raise ExportError(
                 f"NPU graph: in the variant of {rows} rows, these would run on the CPU: {names}{more}"
             )
+
+
+def boundary_types(variant: VariantLog) -> dict[str, str]:
+    """Types of inputs and outputs by name."""
+    names = {*variant.inputs, *variant.outputs}
+    return {t.name: t.type for t in variant.tensors if t.name in names}
+
+
+def check_layouts(variants: Mapping[int, VariantLog], io: NpuIo) -> None:
+    """Raises ExportError where compiled inputs or outputs are not as they will be described."""
+    found = [d for v in io.variants for d in layout_differences(variants[v.rows], v)]
+    if found:
+        raise ExportError(
+            f"the compiled draft's tensors are not as they should be, {len(found)} times, first "
+            f"{found[0]}; is the toolkit of another version?"
+        )
 
 
 def layout_differences(variant: VariantLog, expected: NpuVariant) -> list[str]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -209,6 +210,25 @@ class NpuIo:
             for rows in geometry.rows
         )
         return cls(platform, toolkit, quant, mask, geometry, variants)
+
+    def compiled(self, toolkit: str, types: Mapping[str, str]) -> NpuIo:
+        """With what the compiler chose: its version, and types of tensors by name."""
+
+        def typed(
+            tensors: tuple[NativeTensor, ...], *, is_output: bool
+        ) -> tuple[NativeTensor, ...]:
+            return tuple(
+                NativeTensor.expected(
+                    NpuTensor(t.name, t.dims), types.get(t.name, t.type), is_output=is_output
+                )
+                for t in tensors
+            )
+
+        variants = tuple(
+            NpuVariant(v.rows, typed(v.inputs, is_output=False), typed(v.outputs, is_output=True))
+            for v in self.variants
+        )
+        return dataclasses.replace(self, toolkit=toolkit, variants=variants)
 
     @property
     def lane_bytes(self) -> int:
