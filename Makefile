@@ -6,13 +6,14 @@ ORACLE := .venv-oracle
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
 .NOTPARALLEL:
-.PHONY: help demo test lint check test-arm oracle fixtures clean
+.PHONY: help demo test lint check test-rknn test-arm oracle fixtures clean
 
 help:
 	@echo "make demo      export SmolLM2-135M, answer a question and digest a log with it"
 	@echo "make test      run the tests"
 	@echo "make lint      ruff, format and types"
 	@echo "make check     make lint, then make test"
+	@echo "make test-rknn compile drafts with Rockchip's toolkit and simulate them (625 MB)"
 	@echo "make test-arm  run the runtime on a board's CPU, emulated by qemu-user"
 	@echo "make oracle    compare with torch, transformers and optimum (large downloads)"
 	@echo "make fixtures  make the stored logits of tests/data anew"
@@ -30,6 +31,10 @@ lint: $(VENV)/.dev
 	$(VENV)/bin/mypy
 
 check: lint test
+
+test-rknn: $(VENV)/.dev
+	$(VENV)/bin/headrace rknn-env
+	$(VENV)/bin/pytest -o addopts="--import-mode=importlib --strict-markers -ra" tests/rknn
 
 test-arm: $(VENV)/.dev
 	@$(VENV)/bin/python tests/aarch64/debian_tree.py

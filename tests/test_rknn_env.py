@@ -6,6 +6,7 @@ An interpreter of a few lines of shell stands for Python and pip.
 from __future__ import annotations
 
 import platform
+import shutil
 import subprocess
 import sys
 import threading
@@ -162,10 +163,10 @@ def test_another_python_is_looked_for_on_the_path(
     monkeypatch.setattr(sys, "version_info", (3, 13, 0))
     monkeypatch.setenv("PATH", f"{python.folder}:/bin:/usr/bin")
     monkeypatch.setattr(rknn_env, "PYTHONS", ((3, 12),))
-    monkeypatch.setattr(rknn_env.shutil, "which", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(RknnToolkitError, match=r"none on PATH.*--python"):
         rknn_env.find_python()
-    monkeypatch.setattr(rknn_env.shutil, "which", lambda name: str(python.folder / "python"))
+    monkeypatch.setattr(shutil, "which", lambda name: str(python.folder / "python"))
     assert rknn_env.find_python() == str(python.path)
 
 
