@@ -138,32 +138,31 @@ def variant(rows: int, tensors: dict[str, NativeTensor]) -> NpuVariant:
     return NpuVariant(rows, sides[0], sides[1])
 
 
-def native(name: str, dims: tuple[int, ...], *, pad: int = 1, c2: int = 8) -> NativeTensor:
+def native(name: str, dims: tuple[int, ...], *, c2: int = 8) -> NativeTensor:
     """Without padding but for what makes whole C2."""
     n, c, h, w = dims
     c1 = -(-c // c2)
     return NativeTensor(
-        name, (n, c, h, w), "float16", (n, c1, h, w, c2), w, 2 * n * c1 * h * w * c2 * pad
+        name, (n, c, h, w), "float16", (n, c1, h, w, c2), w, 2 * n * c1 * h * w * c2
     )
 
 
 @pytest.mark.parametrize(("index", "rows"), [(0, 8), (1, 1)])
 def test_how_boundary_tensors_lie(index: int, rows: int) -> None:
-    """A mask, with one channel, has C2 = 1 and rows of whole 16 bytes; embeddings take twice their
-    bytes in the compiler's plan; all else is without padding, at one row too.
+    """A mask, with one channel, has C2 = 1 and rows of whole 16 bytes; all else is without padding,
+    at one row too. Embeddings are planned at twice their bytes.
     """
     log = rknn_log.parse(LOG)[index]
     keys = -(-(64 + rows) // 8) * 8
     wide = (1, 1, rows, keys, 1)
     special = {
-        "embeds": native("embeds", (1, 40, 1, rows), pad=2),
         "mask": NativeTensor(
             "mask", (1, 1, rows, 64 + rows), "float16", wide, keys, 2 * rows * keys
         ),
     }
     assert not rknn_log.layout_differences(log, variant(rows, special))
     plain = rknn_log.layout_differences(log, variant(rows, {}))
-    assert [line.split()[1] for line in plain] == ["embeds", "mask", "mask"]
+    assert [line.split()[1] for line in plain] == ["mask", "mask"]
 
 
 def test_missing_and_wrong_tensors_differ() -> None:
