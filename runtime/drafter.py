@@ -223,10 +223,11 @@ class Drafter:
 
     def _attempt(self, ask: Ask) -> None:
         """Answers by the candidate that drafts, or by the one that takes its place."""
-        ask.guesser.follow(ask.new)
-        is_open = True
+        unread, is_open = ask.new, True
         while is_open:
             try:
+                ask.guesser.follow(unread)
+                unread = []
                 self._answer(ask)
                 self._failures_in_a_row, ask.error = 0, None
                 return
