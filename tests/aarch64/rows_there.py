@@ -1,11 +1,11 @@
 """Runs on the emulated board: whether rows are the same bits, and how many rows a pass computes.
 
-    python rows_there.py laws NUM_TOKENS PADDING BUNDLE
+    python rows_there.py laws NUM_TOKENS,PADDING,BUNDLE...
     python rows_there.py costs BUNDLE
 
 PADDING is `board`, what exactness.py demands here; `two`, at least two rows; `one`, none at all.
-Prints one JSON object. Laws: by way of computing, how many of the rows that it came to differ from
-those of single rows, and by how much at most. Costs: see `costs`.
+Laws prints a JSON array: for each bundle, by way of computing, how many of the rows that it came to
+differ from those of single rows, and by how much at most. Costs prints an object: see `costs`.
 """
 
 from __future__ import annotations
@@ -143,7 +143,9 @@ class Model:
             yield self.rows(self.runner, past, past % 3 + 1)
 
 
-def laws(num_tokens: int, padding: str, path: str) -> dict[str, Any]:
+def laws(job: str) -> dict[str, Any]:
+    number, padding, path = job.split(",", 2)
+    num_tokens = int(number)
     bundle = Bundle.open(Path(path))
     runner, other = (
         backend(bundle, lanes=lanes, capacity=num_tokens, padding=padding, threads=threads)
@@ -204,8 +206,8 @@ def fastest(runner: OrtBackend, rows: LaneRows) -> float:
 
 def main(arguments: list[str]) -> None:
     match arguments:
-        case ["laws", num_tokens, padding, path]:
-            print(json.dumps(laws(int(num_tokens), padding, path)))
+        case ["laws", *jobs]:
+            print(json.dumps([laws(job) for job in jobs]))
         case ["costs", path]:
             print(json.dumps(costs(path)))
         case _:
