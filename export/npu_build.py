@@ -27,6 +27,8 @@ from headrace.models.records import NpuRecord, NpuVariantRecord
 _COMPARED, _RANGED, _CALIBRATED = 3, 4, 8
 """Passes of the text: compared by variant, looked at tensor by tensor, and calibrated with."""
 
+_PROBE_TOKENS = 12
+
 _LARGEST = 32_768.0
 """Half of what float16 holds: other texts have larger activations."""
 
@@ -157,6 +159,7 @@ def _within_range(
             toolkit="",
             quant=job.options.quant,
             residual_scale=scale,
+            probe_ids=job.ids[:_PROBE_TOKENS],
             on_layer=lambda layer: report.advance(),
         )
         report.stage("draft for the NPU: ranges of activations")

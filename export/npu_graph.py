@@ -216,14 +216,15 @@ class _Graph:
         return g.node("Transpose", g.node("Concat", main, tail, native, axis=3), perm=[2, 0, 3, 1])
 
     def expand(self, x: str) -> str:
-        """Every kv head as often as query heads share it: the compiler fuses no other form."""
-        g, c = self.g, self.config
+        """Every kv head as often as query heads share it: the compiler fuses no other form, and of the
+        ways to say so only this one leaves nothing to the CPU with a single kv head.
+        """
+        c = self.config
         times = c.num_heads // c.num_kv_heads
         if times == 1:
             return x
-        apart = g.node("Reshape", x, g.ints(1, c.num_kv_heads, 1, -1, c.head_dim))
-        wide = g.node("Expand", apart, g.ints(1, c.num_kv_heads, times, 1, c.head_dim))
-        return g.node("Reshape", wide, g.ints(1, c.num_heads, -1, c.head_dim))
+        heads = (head // times for head in range(c.num_heads))
+        return self.g.node("Gather", x, self.g.ints(*heads), axis=1)
 
     def mlp(self, x: str, prefix: str) -> str:
         c, g = self.config, self.g

@@ -27,6 +27,10 @@ NATIVE_CHANNELS = {"float16": 8, "int8": 16}
 """C2 of NC1HWC2: channels that lie together."""
 
 
+_ROW_BYTES = 16
+"""What a row of a tensor of one channel is padded to."""
+
+
 @dataclass(frozen=True)
 class NpuGeometry:
     """Sizes of a lane, in tokens; one for all variants of a compiled model."""
@@ -155,15 +159,24 @@ class NativeTensor:
 
     @classmethod
     def expected(cls, tensor: NpuTensor, kind: str = "float16", *, is_output: bool) -> NativeTensor:
-        """By the rules that Rockchip documents for RK3588 and what compiled models show; what a
-        runtime's queries answer is what counts.
+        """By the rules that compiled models show (docs/npu.md); what a runtime's queries answer is
+        what counts.
         """
-        n, c, h, w = tensor.dims
-        c2 = NATIVE_CHANNELS[kind]
-        c1 = -(-c // c2)
-        stride = -(-w // 4) * 4 if is_output and h == 1 else w
-        size = n * c1 * h * stride * c2 * ITEM_BYTES[kind]
+        (n, c, h, w), item = tensor.dims, ITEM_BYTES[kind]
+        if c == 1:
+            c1, c2, stride = 1, 1, _padded(w, _ROW_BYTES // item)
+        else:
+            c2 = NATIVE_CHANNELS[kind]
+            c1 = -(-c // c2)
+            if is_output and tensor.name == "logits":
+                c1 = _padded(c1, 2)
+            stride = w if h * w == 1 else _padded(w, 4)
+        size = n * c1 * h * stride * c2 * item
         return cls(tensor.name, tensor.dims, kind, (n, c1, h, w, c2), stride, size)
+
+
+def _padded(number: int, to: int) -> int:
+    return -(-number // to) * to
 
 
 @dataclass(frozen=True)
@@ -171,6 +184,20 @@ class NpuVariant:
     rows: int
     inputs: tuple[NativeTensor, ...]
     outputs: tuple[NativeTensor, ...]
+
+
+@dataclass(frozen=True)
+class NpuProbe:
+    """A short text and what comes of it: whether a board computes what was exported shows at once."""
+
+    token_ids: tuple[int, ...]
+    """The draft's."""
+    columns: tuple[int, ...]
+    """Some of its logits behind the last token."""
+    logits: tuple[float, ...]
+    """Their values, computed in float32."""
+    tolerance: float
+    """Largest error, as a share of what lies between the largest and the smallest of them."""
 
 
 @dataclass(frozen=True)
@@ -186,6 +213,7 @@ class NpuIo:
     """What a mask adds to a score that must not count; 0 to one that does."""
     geometry: NpuGeometry
     variants: tuple[NpuVariant, ...]
+    probe: NpuProbe | None = None
 
     @classmethod
     def expected(
@@ -258,7 +286,11 @@ class NpuIo:
             NpuVariant(v["rows"], _tensors(v["inputs"]), _tensors(v["outputs"]))
             for v in data["variants"]
         )
-        return cls(**{**data, "geometry": NpuGeometry(**geometry), "variants": variants})
+        rest: dict[str, Any] = {"geometry": NpuGeometry(**geometry), "variants": variants}
+        if (probe := data["probe"]) is not None:
+            lists = {name: tuple(probe[name]) for name in ("token_ids", "columns", "logits")}
+            rest["probe"] = NpuProbe(**{**probe, **lists})
+        return cls(**{**data, **rest})
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,7 @@ class RknnBackend(NpuPasses):
             self._variants = self._open(files, library, cores, lanes, stack)
             self._held = [lane.memory for lane in self._lanes]
             super().__init__(files, self._held)
+            self.prove()
             self._stack = stack.pop_all()
 
     @property

@@ -88,6 +88,7 @@ class LiteBackend(NpuPasses):
                 for kv in self._kv
             ]
             super().__init__(files, memories)
+            self.prove()
         except BaseException:
             self.close()
             raise

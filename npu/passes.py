@@ -111,12 +111,43 @@ class NpuPasses(ABC):
         memory.append(r.past, new.native, new.layout, r.num_rows)
         return logits
 
+    def prove(self) -> None:
+        """Runs the export's probe, in chunks and whole, and leaves lane 0 as if nothing had been.
+
+        Strides that are not as they were understood, and an overflow on silicon, show here and
+        nowhere else before a proposal is refused. Raises NpuError.
+        """
+        probe = self._files.io.probe
+        if probe is None:
+            return
+        ids, expected = np.array(probe.token_ids, np.int64), np.array(probe.logits, np.float32)
+        whole = max(w for w in self._geometry.rows)
+        for widths in (self._geometry.rows[:2][::-1], (whole,)):
+            past, logits = 0, np.empty((0, 0), np.float32)
+            while past < len(ids):
+                # Wide ones first, then single rows: each width takes part.
+                num = next((w for w in widths if w < len(ids) - past), min(widths))
+                num = min(num, len(ids) - past)
+                positions = np.arange(past, past + num)
+                logits = self.forward(
+                    [LaneRows(0, ids[past : past + num], positions, past, (num - 1,), exact=False)]
+                )
+                past += num
+            error = np.abs(logits[0, list(probe.columns)] - expected).max() / np.ptp(expected)
+            if not error <= probe.tolerance:
+                raise NpuModelError(
+                    f"the NPU does not compute what was exported: on the probe its logits are "
+                    f"{error:.1%} of their range off, {probe.tolerance:.0%} are allowed; compare "
+                    "driver and library with `headrace doctor`, or use the draft on the CPU"
+                )
+        self._memories[0].table.release_from(0)
+
     def _fill(self, inputs: Mapping[str, Placed], r: LaneRows, memory: LaneMemory) -> None:
         """Writes a pass's inputs but the keys and values. Rows beyond its own see the first entry
         of the tail, so that no row sees nothing.
         """
         num = r.num_rows
-        width = inputs["embeds"].layout.shape[3]
+        width = next(w for w in self._geometry.rows if w >= r.num_rows)
         # In all rows: a norm of zeros would be no number, which a mask does not hide.
         ids = np.resize(r.token_ids, width)
         self._put(inputs, "embeds", self._embeddings[ids].astype(np.float32))

@@ -10,6 +10,7 @@ moves no memory.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -62,18 +63,27 @@ class Layout:
             n = c1 = h = w = c2 = 0
         if 0 in (n, c1, h, w, c2):
             raise NpuModelError(f"{name}: dims {dims} in layout {fmt}, which is not understood")
-        places, odd = divmod(attr.size_with_stride, n * c1 * c2 * dtype.itemsize)
-        width, uneven = divmod(places, h)
-        if odd or uneven or width < w or (h > 1 and attr.w_stride not in (0, width)):
+        stride, item = attr.w_stride or w, dtype.itemsize
+        plane, most = h * stride, attr.size_with_stride // (n * c1 * c2 * item)
+        if stride < w or plane > most:
             raise NpuModelError(
                 f"{name}: {attr.size_with_stride} bytes and a row stride of {attr.w_stride} for "
                 f"{dims} in layout {fmt}, which is not understood"
             )
-        w_bytes = c2 * dtype.itemsize
-        plane = h * width * w_bytes
-        strides = (c1 * plane, plane, width * w_bytes, w_bytes, dtype.itemsize)
-        shape = (n, c1, h, w, c2)
-        return cls(name, dtype, shape, strides, attr.size_with_stride, attr.scale, attr.zp)
+        # Positions may be padded to four without the stride saying so; what else a buffer has
+        # more lies behind the tensor.
+        if plane < most == -(-plane // 4) * 4:
+            plane = most
+        column = c2 * item
+        strides = (c1 * plane * column, plane * column, stride * column, column, item)
+        return cls(
+            name, dtype, (n, c1, h, w, c2), strides, attr.size_with_stride, attr.scale, attr.zp
+        )
+
+    def narrowed(self, width: int) -> Layout:
+        """Its first columns: the others pad."""
+        n, c1, h, _, c2 = self.shape
+        return dataclasses.replace(self, shape=(n, c1, h, width, c2))
 
     def view(self, memory: npt.NDArray[np.uint8]) -> Native:
         view = np.ndarray(self.shape, self.dtype, memory.data, 0, self.strides)

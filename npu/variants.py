@@ -59,6 +59,7 @@ class Variant:
     bound: Bound
     shapes: list[TensorAttr]
     kv_attrs: dict[str, TensorAttr]
+    kv_layouts: dict[str, Layout]
     inputs: dict[str, Tensor]
     outputs: dict[str, Tensor]
     lanes: list[dict[str, Buffer]] = field(default_factory=list)
@@ -117,6 +118,7 @@ def open_variant(
     context.set_input_shapes(shapes)
     context.set_cores(cores)
     kv: dict[str, TensorAttr] = {}
+    kv_layouts: dict[str, Layout] = {}
     inputs: dict[str, Tensor] = {}
     outputs: dict[str, Tensor] = {}
     for query, expected, found in (
@@ -127,12 +129,12 @@ def open_variant(
             attr = context.attribute(query, index)
             layout = _checked(attr, tensor)
             if is_kv(tensor.name):
-                kv[tensor.name] = attr
+                kv[tensor.name], kv_layouts[tensor.name] = attr, layout
                 continue
             buffer = stack.enter_context(context.allocate(layout.size))
             context.bind(buffer, attr)
             found[tensor.name] = Tensor(layout, attr, buffer)
-    made = Variant(variant.rows, bound, shapes, kv, inputs, outputs)
+    made = Variant(variant.rows, bound, shapes, kv, kv_layouts, inputs, outputs)
     bound.variant, bound.lane = made, None
     return made
 
@@ -147,7 +149,8 @@ def _checked(attr: TensorAttr, expected: NativeTensor) -> Layout:
     if (
         layout.name != expected.name
         or layout.dtype != np.dtype(expected.type)
-        or (n, h, w) != (en, eh, ew)
+        or (n, h) != (en, eh)
+        or w < ew
         or c1 * c2 < ec
     ):
         raise NpuModelError(
@@ -155,7 +158,7 @@ def _checked(attr: TensorAttr, expected: NativeTensor) -> Layout:
             f"description has {expected.name} {list(expected.dims)} of {expected.type}; "
             "export the model again"
         )
-    return layout
+    return layout.narrowed(ew)
 
 
 def _shapes(context: Context, variant: NpuVariant) -> Iterator[TensorAttr]:
@@ -189,10 +192,10 @@ def _as_nchw(dims: tuple[int, ...], fmt: str) -> tuple[int, ...]:
 
 def same_layouts(variants: Sequence[Variant]) -> dict[str, Layout]:
     """Of keys and values. Raises NpuModelError where two variants would have them differently."""
-    first = {name: Layout.of(attr) for name, attr in variants[0].kv_attrs.items()}
+    first = variants[0].kv_layouts
     for variant in variants[1:]:
-        for name, attr in variant.kv_attrs.items():
-            if Layout.of(attr) != first[name]:
+        for name, layout in variant.kv_layouts.items():
+            if layout != first[name]:
                 raise NpuModelError(
                     f"{name} lies differently in the variants of {variants[0].rows} and "
                     f"{variant.rows} rows, so they cannot share it; export the model again"

@@ -6,6 +6,8 @@ import dataclasses
 import json
 from pathlib import Path
 
+import numpy as np
+
 from headrace.export.checkpoint import open_checkpoint
 from headrace.export.npu_draft import write_npu_files
 from headrace.intact import sha256
@@ -24,7 +26,13 @@ def with_npu(bundle: Bundle, source: Path, geometry: NpuGeometry = GEOMETRY) -> 
     checkpoint = open_checkpoint(str(source))
     assert checkpoint.config == draft.config
     io = write_npu_files(
-        checkpoint, bundle.path, geometry, platform="rk3588", toolkit=TOOLKIT, quant="fp16"
+        checkpoint,
+        bundle.path,
+        geometry,
+        platform="rk3588",
+        toolkit=TOOLKIT,
+        quant="fp16",
+        probe_ids=np.arange(3, 15),
     )
     bundle.file(NPU).write_bytes(b"a compiled model that only its name is read of\n")
     record = NpuRecord(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from headrace.export.npu_text import FP16_MASK, NpuText, TextPasses, ort_run, te
 from headrace.export.options import DraftOptions, NpuOptions
 from headrace.models.config import ModelConfig
 from headrace.models.manifest import NPU_GRAPH, NPU_IO
-from headrace.models.npu_io import NpuGeometry, NpuIo, geometry_for, npu_inputs
+from headrace.models.npu_io import NpuGeometry, NpuIo, NpuProbe, geometry_for, npu_inputs
 from headrace.models.rope import plain
 
 GEOMETRY = NpuGeometry(sinks=32, window=96, unit=32, nodes=32, rows=(1, 4, 8, 32))
@@ -92,6 +93,7 @@ def test_a_description_is_read_as_it_was_written(
         config, GEOMETRY, platform="rk3588", toolkit="", quant="fp16", mask=FP16_MASK
     )
     io = io.compiled("2.5.0", {t.name: kind for t in io.variants[0].inputs})
+    io = dataclasses.replace(io, probe=NpuProbe((1, 2), (3,), (0.1,), 0.05))
     io.save(path)
     assert NpuIo.load(path) == io
     assert {t.type for v in io.variants for t in v.inputs} == {kind}

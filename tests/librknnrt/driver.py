@@ -124,9 +124,8 @@ class Range(ctypes.Structure):
 def places(t: NativeTensor) -> NDArray[np.int64]:
     """Index of each element in the buffer: [n, c, h, w]."""
     n, c, h, w = np.indices(t.dims)
-    n_, c1, h_, _, c2 = t.native
-    item = np.dtype(t.type).itemsize
-    plane = t.size // (n_ * c1 * c2 * item) if h_ == 1 else h_ * t.w_stride
+    _, c1, h_, _, c2 = t.native
+    plane = h_ * t.w_stride
     index: NDArray[np.int64] = ((n * c1 + c // c2) * plane + h * t.w_stride + w) * c2 + c % c2
     return index
 

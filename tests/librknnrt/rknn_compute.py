@@ -98,11 +98,8 @@ class Layout:
 
     @property
     def plane(self) -> int:
-        """Positions from one c1 to the next. With one row, all that `size` leaves room for."""
-        n, c1, h, _, c2 = self.native
-        if h > 1:
-            return h * self.w_stride
-        return self.size // (n * c1 * c2 * np.dtype(DTYPES[self.type]).itemsize)
+        """Positions from one c1 to the next."""
+        return self.native[2] * self.w_stride
 
     def check(self) -> None:
         n, c, h, w = self.dims
@@ -125,8 +122,7 @@ class Layout:
     def elements(self, address: int) -> NDArray[Any]:
         """Without padding positions: [n, c1, h, w, c2]; a view."""
         n, c1, h, w, c2 = self.native
-        stride = self.w_stride if h > 1 else self.plane
-        rows = self.array(address)[:, :, : h * stride].reshape(n, c1, h, stride, c2)
+        rows = self.array(address).reshape(n, c1, h, self.w_stride, c2)
         return rows[:, :, :, :w]
 
     def read(self, address: int) -> NDArray[Any]:

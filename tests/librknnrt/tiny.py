@@ -56,7 +56,7 @@ def padded(tensor: NativeTensor, extra: int) -> NativeTensor:
     n, c1, h, w, c2 = tensor.native
     stride = tensor.w_stride + extra
     size = n * c1 * h * stride * c2 * ITEM_BYTES[tensor.type]
-    return dataclasses.replace(tensor, w_stride=stride if h > 1 else w, size=size)
+    return dataclasses.replace(tensor, w_stride=stride, size=size)
 
 
 def variant(rows: int, kind: str = "float16") -> NpuVariant:
