@@ -56,6 +56,7 @@ EXACT = [
     Job("llama_wide", "int4", "int8", 40),
     Job(64, "int4", "f16", 134),
     Job(128, "int8", "f16", 40),
+    Job(192, "int4", "f16", 32),
     Job(256, "int8", "f16", 32),
     Job(256, "int4", "int8", 32),
 ]
