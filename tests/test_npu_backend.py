@@ -18,7 +18,7 @@ from tiny_pairs import pair
 from headrace.errors import NpuCallError, NpuDeviceError, NpuError, NpuTimeoutError
 from headrace.export.npu_text import FP16_MASK, NpuText, ort_run, text_logits
 from headrace.models.manifest import DRAFT, NPU, NPU_EMBEDDINGS, NPU_GRAPH, NPU_IO, Bundle
-from headrace.models.npu_io import NativeTensor, NpuFiles, NpuIo
+from headrace.models.npu_io import NativeTensor, NpuFiles, NpuIo, kv_planes
 from headrace.models.vocab_map import load_vocab_map
 from headrace.npu.backend import RknnBackend
 from headrace.runtime.backend import LaneBackend
@@ -241,6 +241,32 @@ def test_two_lanes_interleaved_equal_each_alone(
         assert backend.counters.binds >= 6
     for lane in (0, 1):
         assert_close(np.concatenate(found[lane]), alone[lane], ORDER)
+
+
+def test_what_is_flushed_and_written_is_counted(llama: TinyDraft, double: Double) -> None:
+    """By us and by nobody else, inputs and outputs alike; main only when something went there."""
+    c, g = llama.files.config, GEOMETRY
+    with opened(llama.files, double) as backend:
+        feed(backend, text_of(llama, 40), iter([32, 7, 1]))  # counted with the next pass
+        before = double.report()["trace"], dataclasses.replace(backend.counters)
+        feed(backend, text_of(llama, 24), iter([1] * 24), past=40)
+        after = double.report()["trace"], backend.counters
+    for side in ("run_to_device", "run_from_device"):
+        assert after[0][side]["flushes"] == 0, side
+    flushed = sum(
+        after[0][side]["bytes"] - before[0][side]["bytes"]
+        for side in ("sync_to_device", "sync_from_device")
+    )
+    assert after[1].bytes_flushed - before[1].bytes_flushed == flushed
+    assert after[1].main_flushes - before[1].main_flushes == 0, "there was room for 64 in the tail"
+    row = 2 * (kv_planes(c) + 2) * c.head_dim  # of float16: keys and values, cos and sin
+    mask = 2 * g.keys(1)
+    assert after[1].bytes_written - before[1].bytes_written == 24 * (row + mask + 2 * c.hidden_size)
+
+
+def test_every_variant_is_told_its_cores(llama: TinyDraft, double: Double) -> None:
+    with opened(llama.files, double):
+        assert double.calls("rknn_set_core_mask") == len(GEOMETRY.rows)
 
 
 # -- Layouts --------------------------------------------------------------------------------------
