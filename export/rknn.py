@@ -13,12 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 import onnx
 
+from headrace.closing import Closing
 from headrace.errors import RknnToolkitError
 from headrace.export import rknn_log
 from headrace.export.quantize import F32
@@ -56,7 +56,7 @@ class RknnBuild:
     """All that the toolkit printed. It goes away with the Toolkit."""
 
 
-class Toolkit:
+class Toolkit(Closing):
     """Rockchip's toolkit as a process of its own, which ends with the block.
 
     The thread that builds must outlive the block: the process goes down with it.
@@ -80,12 +80,8 @@ class Toolkit:
         self._folder = Path(tempfile.mkdtemp(prefix=".rknn-", dir=self._parent))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """May be called again."""
         self._stop()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)

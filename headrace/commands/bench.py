@@ -15,7 +15,7 @@ import click
 
 import headrace
 from headrace.commands.figures import say_if_broken
-from headrace.commands.flags import runtime_config, runtime_flags
+from headrace.commands.flags import PLACEMENT, runtime_config, runtime_flags
 from headrace.commands.run import require_writable
 from headrace.commands.terminal import print_facts, print_table, reporter, say
 from headrace.errors import UsageError
@@ -55,13 +55,7 @@ _SHOWN_ROWS = (1, 2, 3, 4, 6, 8, 12, 16)
 @runtime_flags(
     "ctx",
     "pool",
-    "target_threads",
-    "target_cpus",
-    "draft_device",
-    "npu_library",
-    "npu_cores",
-    "draft_threads",
-    "draft_cpus",
+    *PLACEMENT,
     "exactness",
     "speculate",
     "defer",

@@ -13,7 +13,7 @@ import numpy as np
 
 from headrace.commands.export import export_libraries
 from headrace.commands.figures import say_if_broken
-from headrace.commands.flags import read_text_file, runtime_config, runtime_flags
+from headrace.commands.flags import PLACEMENT, read_text_file, runtime_config, runtime_flags
 from headrace.commands.terminal import Reporter, print_facts, print_table, reporter, say
 from headrace.errors import UsageError
 from headrace.paths import cache_dir
@@ -58,13 +58,7 @@ if TYPE_CHECKING:
     "ctx",
     "lanes",
     "pool",
-    "target_threads",
-    "target_cpus",
-    "draft_device",
-    "npu_library",
-    "npu_cores",
-    "draft_threads",
-    "draft_cpus",
+    *PLACEMENT,
     "prior",
     "ram",
     "reserve",

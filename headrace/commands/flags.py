@@ -41,6 +41,17 @@ _KINDS: dict[str, dict[str, Any]] = {
 }
 """How a field is asked for, by its annotation."""
 
+PLACEMENT = (
+    "target_threads",
+    "target_cpus",
+    "draft_device",
+    "npu_library",
+    "npu_cores",
+    "draft_threads",
+    "draft_cpus",
+)
+"""Fields of RuntimeConfig about where the models compute."""
+
 _SAMPLING_FLAGS = [
     field.name
     for field in dataclasses.fields(SamplingParams)

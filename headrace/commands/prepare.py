@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from headrace.commands.flags import runtime_config, runtime_flags
+from headrace.commands.flags import PLACEMENT, runtime_config, runtime_flags
 from headrace.commands.terminal import say, size
 from headrace.models.manifest import Bundle
 from headrace.paths import cache_dir
@@ -19,15 +19,7 @@ _MEASURED_CTX = 1024
 
 @click.command(name="prepare")
 @click.argument("bundle", type=click.Path(path_type=Path))
-@runtime_flags(
-    "target_threads",
-    "target_cpus",
-    "draft_device",
-    "npu_library",
-    "npu_cores",
-    "draft_threads",
-    "draft_cpus",
-)
+@runtime_flags(*PLACEMENT)
 def command(bundle: Path, **flags: Any) -> None:
     """Make a bundle's weights ready for this machine.
 

@@ -13,6 +13,7 @@ import click
 
 from headrace.commands import prompts
 from headrace.commands.flags import (
+    PLACEMENT,
     json_value,
     key_values,
     read_text_file,
@@ -65,13 +66,7 @@ from headrace.runtime.trace import Trace
     "lanes",
     "pool",
     "prefix_cache",
-    "target_threads",
-    "target_cpus",
-    "draft_device",
-    "npu_library",
-    "npu_cores",
-    "draft_threads",
-    "draft_cpus",
+    *PLACEMENT,
     "exactness",
     "speculate",
     "defer",
