@@ -96,7 +96,8 @@ def geometry_of(tail: int) -> NpuGeometry:
     """Half of the tail is the unit that is evicted at once, half is for drafted tokens."""
     unit = tail // 2
     sinks = max(32, unit)
-    return NpuGeometry(sinks, MAIN - sinks, unit, tail - unit, (1,))
+    # Single rows are what is counted, wide ones fill the ring before.
+    return NpuGeometry(sinks, MAIN - sinks, unit, tail - unit, (1, 32))
 
 
 def io_of(config: ModelConfig, geometry: NpuGeometry) -> NpuIo:

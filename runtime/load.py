@@ -142,7 +142,12 @@ class Loader:
         device, found = self.config.draft_device, []
         if device != "cpu":
             found += npu_candidates(self.bundle, self.config, self.cache, self.say)
-        return [*found, Candidate("cpu", self._on_cpu(), patience=MAX_FAILURES)]
+        try:
+            return [*found, Candidate("cpu", self._on_cpu(), patience=MAX_FAILURES)]
+        except BaseException:
+            for candidate in found:
+                candidate.close()
+            raise
 
     def _on_cpu(self) -> Opened:
         record = self.bundle.draft

@@ -19,10 +19,11 @@ from npu_double import Double
 from tiny_pairs import copy_of, edit_json, pair
 
 from headrace import LLM, SamplingParams
-from headrace.errors import NpuDeviceError, NpuError, NpuMissingError
+from headrace.errors import BundleError, NpuDeviceError, NpuError, NpuMissingError
 from headrace.models.npu_io import NpuGeometry
 from headrace.npu.backend import RknnBackend
 from headrace.runtime import candidate as candidate_module
+from headrace.runtime import load
 from headrace.runtime.drafter import Drafter
 from headrace.runtime.request import Completion
 
@@ -384,6 +385,18 @@ def test_asked_for_by_name_it_must_be_there(
     with pytest.raises(kind):
         opened(draft_device="npu")
     assert double.held == {}
+
+
+def test_a_load_that_fails_later_gives_the_npu_back(
+    opened: Callable[..., Run], double: Double, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path, placement: object) -> None:
+        raise BundleError(f"{path}: of no use")
+
+    monkeypatch.setattr(load, "load_session", fail)  # of the draft's: the target's is loaded
+    with pytest.raises(BundleError, match="of no use"):
+        opened(draft_device="auto")
+    assert double.calls("rknn_init") == 1 and double.held == {}
 
 
 def test_without_a_library(opened: Callable[..., Run], tmp_path: Path) -> None:
