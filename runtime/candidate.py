@@ -85,7 +85,8 @@ class Candidates:
         self.current = next(c for c in self.all if c.opened is not None)
         self.num_failed_openings = 0
         self._opener: threading.Thread | None = None
-        self._lock = threading.Lock()
+        # Of the same thread again: a finalizer may call `stop` in the midst of anything.
+        self._lock = threading.RLock()
         self._is_closed = False
 
     @property
@@ -122,7 +123,10 @@ class Candidates:
             self._opener = threading.Thread(
                 target=self._reopen, args=(due, is_back), name="headrace-npu", daemon=True
             )
-            self._opener.start()
+            try:
+                self._opener.start()
+            except RuntimeError:  # no thread to be had now
+                self._failed_to_open(due)
 
     def _reopen(self, candidate: Candidate, is_back: Callable[[Candidate], None]) -> None:
         assert candidate.reopen is not None
@@ -130,8 +134,7 @@ class Candidates:
             candidate.close()
             opened = candidate.reopen()
         except Exception:  # noqa: BLE001  that it failed was said once; this only takes longer
-            self.num_failed_openings += 1
-            candidate.breaker.failed()
+            self._failed_to_open(candidate)
             return
         with self._lock:
             candidate.opened, is_wanted = opened, not self._is_closed
@@ -142,16 +145,22 @@ class Candidates:
         else:
             candidate.close()
 
+    def _failed_to_open(self, candidate: Candidate) -> None:
+        self.num_failed_openings += 1
+        candidate.breaker.failed()
+
     def take_back(self, candidate: Candidate) -> None:
         """It drafts again."""
         self.current = candidate
         self._log(f"the draft is back on the {candidate.name.upper()}")
 
     def stop(self, timeout_s: float) -> None:
-        """Opens nothing any more, and waits for what is being opened."""
+        """Opens nothing any more, and waits for what is being opened. May be called by the thread
+        that opens, which then closes what it has opened.
+        """
         with self._lock:
             self._is_closed, opener = True, self._opener
-        if opener is not None:
+        if opener is not None and opener.is_alive() and opener is not threading.current_thread():
             opener.join(timeout=timeout_s)
 
     def close(self) -> None:

@@ -252,6 +252,8 @@ class Drafter:
 
     def _next(self) -> Ask | Candidate | None:
         """The next question; until there is one, goes on behind what is being verified."""
+        # First: where questions never end, there may be something to go on with for ever.
+        self.candidates.reopen_what_is_due(self._queue.put)
         while self._open:
             with suppress(queue.Empty):
                 return self._queue.get_nowait()
@@ -264,7 +266,6 @@ class Drafter:
                 lane.restart()
                 self._note_failure(error)
             self.counts.busy_s += time.perf_counter() - start
-        self.candidates.reopen_what_is_due(self._queue.put)
         start = time.perf_counter()
         asked = self._queue.get()
         self.counts.idle_s += time.perf_counter() - start
