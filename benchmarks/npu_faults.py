@@ -29,17 +29,13 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
 from librknnrt import build as double_build  # folders and files of the tests
-from npu_bundles import with_npu
-from npu_double import Double
-from tiny_pairs import copy_of, edit_json, pair
+from npu_double import RING, Double, endless_twin
 
 from headrace import LLM, SamplingParams
-from headrace.models.npu_io import NpuGeometry
 from headrace.npu.backend import RknnBackend
 from headrace.runtime import candidate
 from headrace.runtime.request import Completion
 
-GEOMETRY = NpuGeometry(sinks=16, window=32, unit=16, nodes=32, rows=(1, 4, 8, 32))
 TIMEOUT_MS = 100
 PROMPT = "the pump is at 4.2 bar"
 MOST_TOKENS = 90
@@ -103,7 +99,7 @@ class Question:
         params = dataclasses.replace(self.params, speculate="off") if alone else self.params
         if not self.is_stream:
             return llm.generate(PROMPT, params)
-        g = GEOMETRY
+        g = RING
         with llm.session("stream", sinks=g.sinks, window=g.window, unit=g.unit) as stream:
             stream.feed(PROMPT)
             return stream.generate(" on", params)
@@ -191,9 +187,7 @@ def run(times: int, seconds: float, seed: int) -> tuple[list[Found], float]:
     defaults["timeout_ms"] = TIMEOUT_MS
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        source = copy_of("llama", folder / "source")
-        edit_json(source / "config.json", max_position_embeddings=100_000)
-        bundle = with_npu(pair(folder / "bundle", source, target=source), source, GEOMETRY).path
+        bundle = endless_twin(folder)
         double = Double(double_build.build(folder))
         common: dict[str, Any] = {"cache": folder / "cache", "lanes": 1}
         wanted = questions(chance)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from commandline import CommandLine
 from librknnrt import build as double_build
-from npu_double import Double, watched
+from npu_double import Double, endless_twin, watched
 from tiny_checkpoints import TINY
 
 from headrace.export import demo_model
@@ -95,3 +95,9 @@ def double(npu_library: Path) -> Iterator[Double]:
     """The same, with nothing left of it and nothing done wrongly when the test has ended."""
     with watched(npu_library) as found:
         yield found
+
+
+@pytest.fixture(scope="session")
+def npu_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny llama as its own draft, on the CPU and on the NPU. Not to be changed."""
+    return endless_twin(tmp_path_factory.mktemp("npu"))

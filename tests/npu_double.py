@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from npu_bundles import GEOMETRY, TOOLKIT
+from npu_bundles import GEOMETRY, TOOLKIT, with_npu
+from tiny_pairs import copy_of, edit_json, pair
 
 from headrace.export.checkpoint import open_checkpoint
 from headrace.export.npu_draft import write_npu_files
@@ -20,6 +21,9 @@ from headrace.models.manifest import NPU, NPU_EMBEDDINGS, NPU_IO
 from headrace.models.npu_io import NativeTensor, NpuFiles, NpuGeometry, NpuIo
 from headrace.npu.backend import RknnBackend
 from headrace.npu.librknnrt import Library
+
+RING = NpuGeometry(sinks=16, window=32, unit=16, nodes=32, rows=(1, 4, 8, 32))
+"""A text of 200 tokens goes round its ring several times."""
 
 
 class Double:
@@ -136,3 +140,10 @@ def changed(
     made = tiny_draft(folder, draft.source)
     dataclasses.replace(io, variants=variants).save(folder / NPU_IO)
     return dataclasses.replace(made.files, io=NpuIo.load(folder / NPU_IO))
+
+
+def endless_twin(folder: Path) -> Path:
+    """A bundle of the tiny llama with a long context, its own draft on the CPU and on the NPU."""
+    source = copy_of("llama", folder / "source")
+    edit_json(source / "config.json", max_position_embeddings=100_000)
+    return with_npu(pair(folder / "bundle", source, target=source), source, RING).path

@@ -264,11 +264,6 @@ def test_what_is_flushed_and_written_is_counted(llama: TinyDraft, double: Double
     assert after[1].bytes_written - before[1].bytes_written == 24 * (row + mask + 2 * c.hidden_size)
 
 
-def test_every_variant_is_told_its_cores(llama: TinyDraft, double: Double) -> None:
-    with opened(llama.files, double):
-        assert double.calls("rknn_set_core_mask") == len(GEOMETRY.rows)
-
-
 # -- Layouts --------------------------------------------------------------------------------------
 
 

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from npu_bundles import TOOLKIT
+from npu_bundles import GEOMETRY, TOOLKIT
 from npu_double import Double, TinyDraft, changed, opened, padded, tiny_draft
 from tiny_checkpoints import TINY
 
@@ -80,6 +80,11 @@ def test_versions_count_as_numbers(llama: TinyDraft, double: Double, version: st
     double.play(f"version:{version} driver:0.10.0")
     with opened(llama.files, double) as backend:
         assert backend.version.startswith(f"{version} ")
+
+
+def test_every_variant_is_told_its_cores(llama: TinyDraft, double: Double) -> None:
+    with opened(llama.files, double):
+        assert double.calls("rknn_set_core_mask") == len(GEOMETRY.rows)
 
 
 def _first_input(io: NpuIo, **values: object) -> NpuIo:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import random
 import threading
 import time
@@ -13,16 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commandline import Result, finish, started
-from npu_bundles import with_npu
-from npu_double import Double
-from tiny_pairs import copy_of, edit_json, pair
+from npu_double import RING, Double
 
 from headrace import LLM, SamplingParams
 from headrace.errors import BundleError, NpuDeviceError, NpuError, NpuMissingError
-from headrace.models.npu_io import NpuGeometry
 from headrace.npu.backend import RknnBackend
 from headrace.runtime import candidate as candidate_module
+from headrace.runtime import drafter as drafter_module
 from headrace.runtime import load
 from headrace.runtime.drafter import Drafter
 from headrace.runtime.request import Completion
@@ -35,28 +30,17 @@ WARM = replace(GREEDY, temperature=0.8)
 SHORT_PROMPT = "the pump is"
 SHORT = replace(WARM, max_tokens=32)
 
-GEOMETRY = NpuGeometry(sinks=16, window=32, unit=16, nodes=32, rows=(1, 4, 8, 32))
-"""A text of 200 tokens goes round its ring several times."""
-
 TIMEOUT_MS = 150
 BACK_S = 30.0
 """The NPU is back long before; then a test fails instead of waiting for ever."""
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny llama as its own draft, on the CPU and on the NPU, with a long context."""
-    folder = tmp_path_factory.mktemp("npu")
-    source = copy_of("llama", folder / "source")
-    edit_json(source / "config.json", max_position_embeddings=100_000)
-    made = pair(folder / "bundle", source, target=source)
-    return with_npu(made, source, GEOMETRY).path
-
-
-@pytest.fixture(scope="module")
-def expected(bundle: Path, shared_cache: Path) -> Iterator[Callable[[SamplingParams], Completion]]:
+def expected(
+    npu_bundle: Path, shared_cache: Path
+) -> Iterator[Callable[[SamplingParams], Completion]]:
     """What the target says alone."""
-    with LLM(bundle, cache=shared_cache, draft_device="none", speculate="off") as llm:
+    with LLM(npu_bundle, cache=shared_cache, draft_device="none", speculate="off") as llm:
         answers: dict[SamplingParams, Completion] = {}
 
         def of(params: SamplingParams) -> Completion:
@@ -103,14 +87,14 @@ class Run:
 
 
 @pytest.fixture
-def opened(bundle: Path, shared_cache: Path, double: Double) -> Iterator[Callable[..., Run]]:
+def opened(npu_bundle: Path, shared_cache: Path, double: Double) -> Iterator[Callable[..., Run]]:
     """Opens models; when the test has ended they are closed, and their threads gone."""
     runs: list[Run] = []
 
     def open_one(**settings: Any) -> Run:
         lines: list[str] = []
         common = {"npu_library": double.path, "draft_device": "npu", "speculate": 4, "lanes": 1}
-        llm = LLM(bundle, cache=shared_cache, say=lines.append, **{**common, **settings})
+        llm = LLM(npu_bundle, cache=shared_cache, say=lines.append, **{**common, **settings})
         runs.append(Run(llm, lines))
         return runs[-1]
 
@@ -160,13 +144,13 @@ def test_the_text_is_that_without_a_draft(
         assert run.npu.counters.runs > 200 and run.npu.counters.main_flushes > 10
         states = [lane.state for lane in run.drafter._lanes]
         wrapped = max(s.num_evicted for s in states)
-        assert wrapped >= 3 * GEOMETRY.window, "the ring went round three times"
+        assert wrapped >= 3 * RING.window, "the ring went round three times"
 
 
 @pytest.mark.parametrize("defer", ["off", "on"])
 def test_a_stream_of_the_same_window(
     opened: Callable[..., Run],
-    bundle: Path,
+    npu_bundle: Path,
     shared_cache: Path,
     defer: str,
 ) -> None:
@@ -174,7 +158,7 @@ def test_a_stream_of_the_same_window(
     and what it drafted becomes text, eviction after eviction.
     """
     run = opened(defer=defer)
-    with LLM(bundle, cache=shared_cache, draft_device="none") as alone:
+    with LLM(npu_bundle, cache=shared_cache, draft_device="none") as alone:
         warm = [replace(WARM, seed=seed, top_k=10 * seed) for seed in (5, 6)]
         for params in [GREEDY, WARM] if defer == "on" else warm:
             expected, found = (
@@ -185,11 +169,11 @@ def test_a_stream_of_the_same_window(
             counts = found.speculation
             assert counts is not None and counts.accepted > 0.5 * counts.proposed, counts
     assert run.drafter.counts.rows_true > 100, run.drafter.counts
-    assert max(lane.state.num_evicted for lane in run.drafter._lanes) >= 3 * GEOMETRY.window
+    assert max(lane.state.num_evicted for lane in run.drafter._lanes) >= 3 * RING.window
 
 
 def streamed(llm: LLM, params: SamplingParams) -> Completion:
-    g = GEOMETRY
+    g = RING
     with llm.session("stream", sinks=g.sinks, window=g.window, unit=g.unit) as stream:
         stream.feed("the pump is")
         return stream.generate(" on", params)
@@ -309,6 +293,30 @@ def test_a_device_that_is_lost_for_good(
     assert run.drafter.broken is None
 
 
+def test_a_run_that_does_not_end(
+    opened: Callable[..., Run],
+    expected: Callable[[SamplingParams], Completion],
+    double: Double,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The draft is given up, and what the NPU may still write to is given back when it ends."""
+    monkeypatch.setattr(drafter_module, "HANG_S", 0.3)
+    run = opened(defer="on")
+    double.play("hang:+5:3000")
+    limit = time.monotonic() + BACK_S
+    while run.drafter.broken is None:
+        assert time.monotonic() < limit
+        answer_in_time(run, expected, 1)
+    answer_in_time(run, expected, 2)
+    assert len(run.told("not asked any more", "longer than 0.3 s")) == 1, run.lines
+    run.llm.close()
+    for thread in threading.enumerate():
+        if thread.name == "headrace-draft":
+            assert double.held != {}, "it waits for the run"
+            thread.join(10)
+    assert double.held == {}
+
+
 @pytest.mark.usefixtures("impatient")
 def test_it_is_opened_once_a_return(
     opened: Callable[..., Run],
@@ -405,61 +413,3 @@ def test_without_a_library(opened: Callable[..., Run], tmp_path: Path) -> None:
         opened(draft_device="npu", npu_library=nowhere)
     run = opened(draft_device="auto", npu_library=nowhere)
     assert len(run.told("the draft runs on the CPU", "there is no NPU")) == 1
-
-
-# -- The command ----------------------------------------------------------------------------------
-
-
-def run_command(
-    bundle: Path, folder: Path, cache: Path, script: str, *flags: str | Path
-) -> tuple[Result, dict[str, Any]]:
-    """How it ended, and the double's own report."""
-    report = folder / "report.json"
-    report.unlink(missing_ok=True)
-    env = {
-        **os.environ,
-        "HEADRACE_CACHE": str(cache),
-        "HEADRACE_DOUBLE_SCRIPT": script,
-        "HEADRACE_DOUBLE_REPORT": str(report),
-    }
-    common = ("--raw", "--max-tokens", "200", "--ignore-eos", "--seed", "4", "--speculate", "4")
-    with started("run", bundle, PROMPT, *common, *flags, env=env) as child:
-        result = finish(child)
-    return result, json.loads(report.read_text()) if report.exists() else {}
-
-
-@pytest.mark.parametrize(
-    ("temperature", "script"), [("0", "run:+120:-1:2"), ("0.8", "")], ids=["outage", "well"]
-)
-def test_the_command(
-    bundle: Path,
-    npu_library: Path,
-    shared_cache: Path,
-    tmp_path: Path,
-    temperature: str,
-    script: str,
-    expected: Callable[[SamplingParams], Completion],
-) -> None:
-    flags = ("--temperature", temperature, "--draft-device", "npu", "--npu-library", npu_library)
-    result, report = run_command(bundle, tmp_path, shared_cache, script, *flags)
-    assert result.code == 0, result.err
-    text = expected(WARM if temperature == "0.8" else GREEDY).text
-    assert result.out.rstrip("\n") == text.rstrip("\n")
-    assert report["num_violations"] == 0, report["violations"]
-    assert [report[name] for name in ("contexts", "mems", "bytes", "fds")] == [0, 0, 0, 0]
-    assert report["trace"]["calls"]["rknn_run"] > 20
-    assert result.err.count("the draft on the NPU failed") == bool(script), result.err
-
-
-def test_the_command_refuses_in_one_line(
-    bundle: Path, npu_library: Path, shared_cache: Path, tmp_path: Path
-) -> None:
-    flags = ("--npu-library", npu_library, "--draft-device")
-    result, report = run_command(bundle, tmp_path, shared_cache, "init:-1", *flags, "npu")
-    assert result.code == 1 and result.out == ""
-    assert "rknn_init" in result.complaint
-    assert report["contexts"] == report["mems"] == 0
-    result, _ = run_command(bundle, tmp_path, shared_cache, "init:-6", *flags, "auto")
-    assert result.code == 0
-    told = [line for line in result.err.splitlines() if "NPU" in line]
-    assert len(told) == 1 and "the draft runs on the CPU" in told[0]
