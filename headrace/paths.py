@@ -1,7 +1,18 @@
-"""Where headrace keeps what it can make again: models it fetched, bundles and prepared weights."""
+"""Folders: what headrace can make again, and where boards have the NPU's library."""
 
 import os
 from pathlib import Path
+
+NPU_LIBRARY_NAME = "librknnrt.so"
+NPU_LIBRARY_FOLDERS = (
+    "/usr/local/lib/aarch64-linux-gnu",
+    "/usr/local/lib",
+    "/lib/aarch64-linux-gnu",
+    "/usr/lib/aarch64-linux-gnu",
+    "/lib",
+    "/usr/lib",
+)
+"""Where the loader of Debian and Ubuntu looks."""
 
 
 def cache_dir() -> Path:

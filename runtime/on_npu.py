@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import re
 from collections.abc import Callable
 from pathlib import Path
 
-from headrace.errors import BundleError, NpuDeviceError, NpuError, NpuMissingError, NpuTimeoutError
+from headrace.errors import (
+    BundleError,
+    NpuDeviceError,
+    NpuError,
+    NpuMemoryError,
+    NpuMissingError,
+    NpuTimeoutError,
+)
 from headrace.models.manifest import NPU, NPU_EMBEDDINGS, NPU_IO, Bundle
 from headrace.models.npu_io import NpuFiles, NpuIo
 from headrace.models.records import DraftRecord
 from headrace.models.vocab_map import load_vocab_map
+from headrace.paths import NPU_LIBRARY_FOLDERS, NPU_LIBRARY_NAME
 from headrace.runtime.candidate import Candidate, Opened
 from headrace.runtime.config import RuntimeConfig
 from headrace.runtime.draft import DraftModel
@@ -22,10 +31,7 @@ from headrace.runtime.ring import RingLayout
 TRANSPORTS = {"npu": "headrace.npu.backend", "npu-lite": "headrace.npu.lite"}
 """Modules with a function `open_backend`, by what `draft_device` calls them."""
 
-_LIBRARY_FOLDERS = [Path(f"/{name}") for name in ("usr/lib", "usr/lib64", "usr/local/lib", "lib")]
-"""Where boards have it."""
-
-_TRANSIENT = (NpuDeviceError, NpuTimeoutError)
+_TRANSIENT = (NpuDeviceError, NpuMemoryError, NpuTimeoutError)
 """What may be over after a while."""
 
 
@@ -33,7 +39,7 @@ def may_have_npu(config: RuntimeConfig) -> bool:
     """Whether an NPU would be tried: one is asked for, or its library is installed."""
     if config.draft_device != "auto" or config.npu_library is not None:
         return config.draft_device not in ("cpu", "none")
-    return any((folder / "librknnrt.so").exists() for folder in _LIBRARY_FOLDERS)
+    return any(Path(folder, NPU_LIBRARY_NAME).exists() for folder in NPU_LIBRARY_FOLDERS)
 
 
 def npu_candidates(
@@ -59,8 +65,9 @@ def npu_candidates(
     except NpuError as error:
         if wanted in TRANSPORTS:
             raise
-        is_missing = isinstance(error, NpuMissingError)
-        why = "there is no NPU" if is_missing else f"the NPU cannot be used: {error}"
+        # A library that is there, or was named, and cannot be loaded is not as good as none.
+        is_none = isinstance(error, NpuMissingError) and not may_have_npu(config)
+        why = "there is no NPU" if is_none else f"the NPU cannot be used: {error}"
         say(f"the draft runs on the CPU: {why}")
         if not isinstance(error, _TRANSIENT):
             return []
@@ -110,5 +117,6 @@ class _Opener:
         digest = hashlib.sha256(what.encode()).hexdigest()[:16]
         words = re.sub(r"[^0-9.]+", "-", version).strip("-")
         folder = self._cache / "npu"
-        folder.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(OSError):  # then they are measured each time
+            folder.mkdir(parents=True, exist_ok=True)
         return folder / f"costs-{self._name}-{words}-{digest}.json"

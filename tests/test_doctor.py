@@ -14,14 +14,17 @@ import pytest
 from commandline import CommandLine
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from npu_bundles import with_npu
+from tiny_checkpoints import TINY
+from tiny_pairs import pair
 
 from headrace.errors import BundleError
 from headrace.models.npu_io import NativeTensor, NpuGeometry, NpuIo, NpuVariant
 from headrace.npu.doctor.access import Node, User, may_use
 from headrace.npu.doctor.board import read_board
 from headrace.npu.doctor.examine import Finding, Needs, examine, worst
-from headrace.npu.doctor.installed import LIBRARY_FOLDERS
 from headrace.npu.doctor.sysroot import Sysroot
+from headrace.paths import NPU_LIBRARY_FOLDERS
 
 GENERAL = Needs()
 NPU, DMC = "/sys/class/devfreq/fdab0000.npu", "/sys/class/devfreq/dmc"
@@ -728,11 +731,10 @@ def test_this_machine_can_be_examined(command: CommandLine) -> None:
 def test_a_bundle_says_what_is_needed(
     command: CommandLine, good: Tree, tiny_bundle: Path, tmp_path: Path
 ) -> None:
-    bundle = shutil.copytree(tiny_bundle, tmp_path / "bundle")
-    result = command("doctor", bundle, "--sysroot", good.root)
+    result = command("doctor", tiny_bundle, "--sysroot", good.root)
     assert result.code == 0
     assert "general minimums" in result.err
-    (bundle / "draft").mkdir(exist_ok=True)
+    bundle = with_npu(pair(tmp_path / "bundle", TINY / "llama"), TINY / "llama").path
     compiled("2.6.0").save(bundle / "draft/npu.io.json")
     result = command("doctor", bundle, "--sysroot", good.root)
     assert (result.code, result.err) == (1, "")
@@ -744,6 +746,8 @@ def test_a_bundle_says_what_is_needed(
     assert json.loads(result.out)["needs"]["platform"] == "rk3588"
     (bundle / "draft/npu.io.json").write_text("[]")
     assert "npu.io.json" in command("doctor", bundle, "--sysroot", good.root).complaint
+    (bundle / "draft/npu.io.json").unlink()
+    assert "npu.io.json" in command("doctor", bundle, "--sysroot", good.root).complaint
 
 
 def test_mistakes_are_one_line(command: CommandLine, tmp_path: Path) -> None:
@@ -753,4 +757,4 @@ def test_mistakes_are_one_line(command: CommandLine, tmp_path: Path) -> None:
 
 
 def test_the_library_is_looked_for_where_it_is_installed() -> None:
-    assert {"/usr/lib", "/usr/local/lib"} <= set(LIBRARY_FOLDERS)
+    assert {"/usr/lib", "/usr/local/lib"} <= set(NPU_LIBRARY_FOLDERS)

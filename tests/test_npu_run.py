@@ -16,6 +16,7 @@ from npu_double import RING, Double
 from headrace import LLM, SamplingParams
 from headrace.errors import BundleError, NpuDeviceError, NpuError, NpuMissingError
 from headrace.npu.backend import RknnBackend
+from headrace.paths import NPU_LIBRARY_FOLDERS, NPU_LIBRARY_NAME
 from headrace.runtime import candidate as candidate_module
 from headrace.runtime import drafter as drafter_module
 from headrace.runtime import load
@@ -366,12 +367,14 @@ def test_refused_at_load_it_is_the_cpus(
 
 
 @pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("fault", ["init:-3:2", "create_mem:9"])
 def test_absent_at_load_it_may_come_later(
     opened: Callable[..., Run],
     expected: Callable[[SamplingParams], Completion],
     double: Double,
+    fault: str,
 ) -> None:
-    double.play("init:-3:2")
+    double.play(fault)
     run = opened(draft_device="auto")
     assert len(run.told("the draft runs on the CPU")) == 1
     limit = time.monotonic() + BACK_S
@@ -412,4 +415,18 @@ def test_without_a_library(opened: Callable[..., Run], tmp_path: Path) -> None:
     with pytest.raises(NpuMissingError):
         opened(draft_device="npu", npu_library=nowhere)
     run = opened(draft_device="auto", npu_library=nowhere)
-    assert len(run.told("the draft runs on the CPU", "there is no NPU")) == 1
+    assert len(run.told("the draft runs on the CPU", f"{nowhere}: ", "cannot be loaded")) == 1
+    for folder in NPU_LIBRARY_FOLDERS:
+        assert not Path(folder, NPU_LIBRARY_NAME).exists(), "this machine has one"
+    run = opened(draft_device="auto", npu_library=None)
+    assert run.told("NPU") == ["the draft runs on the CPU: there is no NPU"]
+
+
+def test_a_cache_that_cannot_be_written(npu_bundle: Path, double: Double, tmp_path: Path) -> None:
+    """What passes cost is measured each time then."""
+    settings: dict[str, Any] = {"cache": tmp_path, "draft_device": "npu", "lanes": 1}
+    (tmp_path / "npu").touch()  # so that no folder can be made there
+    for _ in range(2):
+        lines: list[str] = []
+        LLM(npu_bundle, npu_library=double.path, say=lines.append, **settings).close()
+        assert any(line.startswith("measuring") for line in lines)

@@ -63,11 +63,10 @@ def _needs(bundle: Path | None, library: Path | None) -> Needs:
     if bundle is None:
         return Needs(library=library)
     opened = Bundle.open(bundle)
-    if not opened.file(NPU_IO).exists():
+    if opened.draft is None or opened.draft.npu is None:
         say(f"{bundle} has no draft for the NPU: the board is held to general minimums")
         return Needs(library=library)
-    model = opened.file(NPU)
-    model_bytes = model.stat().st_size if model.is_file() else 0
+    model_bytes = opened.manifest.files[NPU].size
     return Needs.of_draft(NpuIo.load(opened.file(NPU_IO)), model_bytes, library)
 
 

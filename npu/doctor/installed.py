@@ -7,18 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.npu.doctor.sysroot import Sysroot, elf_machine, first_match
-
-LIBRARY_FOLDERS = (
-    "/usr/local/lib/aarch64-linux-gnu",
-    "/usr/local/lib",
-    "/lib/aarch64-linux-gnu",
-    "/usr/lib/aarch64-linux-gnu",
-    "/lib",
-    "/usr/lib",
-)
-"""Where the loader of Debian and Ubuntu looks."""
-
-LIBRARY_NAME = "librknnrt.so"
+from headrace.paths import NPU_LIBRARY_FOLDERS, NPU_LIBRARY_NAME
 
 _LIBRARY_VERSION = re.compile(rb"librknnrt version: ([0-9]{1,4}(?:\.[0-9a-z]{1,8}){1,3})[\s(\0]")
 
@@ -40,8 +29,8 @@ def read_libraries(tree: Sysroot, library: Path | None) -> tuple[Library, ...]:
     if library is not None:
         places[library] = str(library)
     else:
-        for folder in LIBRARY_FOLDERS:
-            path = f"{folder}/{LIBRARY_NAME}"
+        for folder in NPU_LIBRARY_FOLDERS:
+            path = f"{folder}/{NPU_LIBRARY_NAME}"
             if (place := tree.resolve(path)) is not None:
                 places.setdefault(place, path)
     found = []
