@@ -38,7 +38,7 @@ from headrace.models.config import ModelConfig
 from headrace.models.families import config_from_hf, weights
 from headrace.runtime import pace
 from headrace.runtime.pace import Origin, PassCosts
-from headrace.runtime.propose import Proposal, Room, best_chain
+from headrace.runtime.propose import Proposal, best_chain
 from headrace.runtime.request import MAX_PROPOSED, Completion
 from headrace.runtime.sampling import Sampler
 from headrace.runtime.sequence import Sequence as Tokens
@@ -218,7 +218,7 @@ class Scripted(Speculator):
         self.done += len(token_ids)
 
     def propose(self, most: int) -> Proposal:
-        room = Room(min(most, MAX_PROPOSED), 1, self._least_rows, None)
+        room = self._room(min(most, MAX_PROPOSED))
         chain = [
             token_id if self.chance.random() < self.p else token_id ^ 1
             for token_id in self.truth[self.done : self.done + max(0, room.most)]

@@ -73,7 +73,7 @@ class NpuPasses(ABC):
             max_rows=max(g.rows),
             max_wanted=max(g.rows),
             least_rows=1,
-            most_padding=0,
+            row_multiple=1,
             exact=False,
         )
 

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from headrace.runtime.arena import KV, Arena
 from headrace.runtime.batch import F32, LaneRows
+from headrace.runtime.exactness import most_padding, padded_rows
 
 
 @dataclass(frozen=True)
@@ -27,10 +28,21 @@ class BackendFacts:
     """Rows in one pass whose logits can be returned."""
     least_rows: int
     """Rows that a pass of `exact` lanes has at least, padding included."""
-    most_padding: int
-    """Rows that padding may add to a lane's own."""
+    row_multiple: int
+    """Slots in use after a pass of `exact` lanes are a multiple of it (exactness.py)."""
     exact: bool
     """Whether a row's logits are the same bits however it came to be computed."""
+
+    @property
+    def most_padding(self) -> int:
+        """Rows that padding may add to a lane's own."""
+        return most_padding(self.row_multiple)
+
+    def computed_rows(self, past: int, num_rows: int, *, exact: bool) -> int:
+        """Rows that a pass computes for these behind `past` others."""
+        return (
+            padded_rows(past, num_rows, self.row_multiple, self.least_rows) if exact else num_rows
+        )
 
 
 class KvMemory(Protocol):

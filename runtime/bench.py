@@ -193,11 +193,14 @@ class Bench:
         )
 
     def _allowed(self, runs: Sequence[Run]) -> float:
-        costs, least_rows = self._shared.pace.costs(), self._llm.engine.facts.least_rows
+        costs, facts = self._shared.pace.costs(), self._llm.engine.facts
+        # Where a pass begins, none of them remembers: behind anything, on the whole.
+        pasts = range(facts.row_multiple)
         seconds = 0.0
         for run in runs:
             for length, number in lengths(_counts(run)).items():
-                seconds += number * costs[max(1 + length, least_rows) - 1]
+                rows = [facts.computed_rows(past, 1 + length, exact=True) for past in pasts]
+                seconds += number * fmean(costs[r - 1] for r in rows)
         tokens = sum(run.completion.timings.decode_tokens for run in runs)
         return float(tokens * costs[0] / seconds)
 

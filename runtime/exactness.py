@@ -50,16 +50,21 @@ def declared_rows(
 
     `least` is what `least_rows` says.
     """
+    return padded_rows(past, num_rows, machine.row_multiple, least)
+
+
+def padded_rows(past: int, num_rows: int, row_multiple: int, least: int) -> int:
+    """`declared_rows` by the facts of a backend."""
     declared = max(num_rows, least)
-    declared += -(past + declared) % machine.row_multiple
+    declared += -(past + declared) % row_multiple
     if declared % QUERY_BLOCK == 1 and least > 1:
-        declared += machine.row_multiple
+        declared += row_multiple
     return declared
 
 
-def most_padding(machine: Machine) -> int:
+def most_padding(row_multiple: int) -> int:
     """Rows that `declared_rows` may add: up to a multiple, and one multiple more."""
-    return 2 * machine.row_multiple - 1
+    return 2 * row_multiple - 1
 
 
 def is_exact(config: ModelConfig, kv: str, machine: Machine) -> bool:

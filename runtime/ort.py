@@ -24,7 +24,6 @@ from headrace.runtime.exactness import (
     Machine,
     declared_rows,
     is_exact,
-    most_padding,
 )
 from headrace.runtime.pages import untouched
 
@@ -151,7 +150,7 @@ class OrtBackend:
             max_rows=MAX_ROWS,
             max_wanted=MAX_WANTED,
             least_rows=least_rows,
-            most_padding=most_padding(self._machine),
+            row_multiple=self._machine.row_multiple,
             exact=is_exact(config, kv, self._machine),
         )
 

@@ -37,6 +37,9 @@ _GUESSES = (0.6, 0.3)
 _GUESS_WEIGHT = 4.0
 """Outcomes that a guess is worth."""
 
+_MOST_PADDING = 8
+"""Rows that any machine adds to a pass (exactness.py)."""
+
 ANY = -1
 """Sureness of a source's tokens on the whole, for those that are yet to be drafted."""
 
@@ -179,7 +182,7 @@ class Pace:
         reach: F64,
         *,
         lanes: int = 1,
-        least_rows: int = 1,
+        rows: Sequence[int] | None = None,
         extra_s: float = 0.0,
         fixed: int | None = None,
     ) -> Plan:
@@ -188,19 +191,20 @@ class Pace:
         Args:
             reach: [n] probability that each token becomes text, the largest first.
             lanes: lanes that take part in a pass.
-            least_rows: of the lane, padding included: proposed tokens in its place cost nothing.
+            rows: [at least n + 1] rows that the lane computes for 0, 1, … tokens, padding included:
+                proposed tokens in its place cost nothing. None is one more than the tokens.
             extra_s: seconds that each token costs beside its row in the pass.
             fixed: how many to propose whatever they cost.
         """
         expected = 1 + np.concatenate([[0.0], np.cumsum(reach)])  # [n + 1]
         lengths = np.arange(len(expected))
-        rows = np.maximum(1 + lengths, least_rows)
-        speeds = expected / (self.costs(lanes)[rows - 1] + extra_s * lengths)
+        computed = 1 + lengths if rows is None else np.array(rows[: len(lengths)])
+        speeds = expected / (self.costs(lanes)[computed - 1] + extra_s * lengths)
         best = int(np.argmax(speeds)) if fixed is None else min(fixed, len(reach))
         return Plan(best, float(speeds[best]))
 
     def costs(self, lanes: int = 1) -> F64:
-        """[1 + MAX_PROPOSED] seconds of a pass with so many rows in each lane."""
+        """Seconds of a pass with 1, 2, … rows in each lane, padding included."""
         if lanes not in self._tables:
-            self._tables[lanes] = self._costs.table(1 + MAX_PROPOSED, lanes)
+            self._tables[lanes] = self._costs.table(1 + MAX_PROPOSED + _MOST_PADDING, lanes)
         return self._tables[lanes]

@@ -73,8 +73,8 @@ class Room:
     most: int
     """Tokens at most."""
     lanes: int = 1
-    least_rows: int = 1
-    """Of the lane in a pass, padding included."""
+    rows: tuple[int, ...] | None = None
+    """That the lane computes for 0, 1, … proposed tokens, padding included; None pads nothing."""
     fixed: int | None = None
 
 
@@ -154,6 +154,4 @@ def _part(whole: Proposal, nodes: npt.NDArray[np.intp], reach: F64) -> Proposal:
 
 def planned(pace: Pace, reach: F64, room: Room, extra_s: float = 0.0) -> Plan:
     """`Pace.plan` of tokens that become text with the probabilities `reach`."""
-    return pace.plan(
-        reach, lanes=room.lanes, least_rows=room.least_rows, extra_s=extra_s, fixed=room.fixed
-    )
+    return pace.plan(reach, lanes=room.lanes, rows=room.rows, extra_s=extra_s, fixed=room.fixed)

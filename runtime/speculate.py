@@ -110,7 +110,7 @@ class Speculator:
         self._limit = self._fixed or MAX_PROPOSED
         self._accept: Accept = sampler.params.accept
         self._exact = text.exactness == "exact"
-        self._least_rows = facts.least_rows if self._exact else 1
+        self._facts, self._length = facts, text.length
         self._num_lanes = num_lanes
         self._own = NgramIndex.holding(len(text.tokens) + text.num_new)
         sources = sampler.params.sources
@@ -134,13 +134,22 @@ class Speculator:
     def extend(self, token_ids: Sequence[int]) -> None:
         """Tokens that have become text."""
         self._unread += token_ids
+        self._length += len(token_ids)
         if self._drafting is not None:
             self._drafting.extend(token_ids)
+
+    def _room(self, most: int) -> Room:
+        # The text's last token is in the pass; a ring evicts multiples of any machine's rows.
+        past = self._length - 1
+        rows = [
+            self._facts.computed_rows(past, 1 + num, exact=self._exact) for num in range(most + 1)
+        ]
+        return Room(most, self._num_lanes(), tuple(rows), self._fixed)
 
     def propose(self, most: int) -> Proposal:
         """Up to `most` tokens, as many as promise the most tokens a second."""
         self._read()
-        room = Room(min(most, self._limit), self._num_lanes(), self._least_rows, self._fixed)
+        room = self._room(min(most, self._limit))
         if room.most <= 0:
             return Proposal()
         offers = self._look_up(room.most)

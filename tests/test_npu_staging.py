@@ -253,7 +253,7 @@ class Ledger:
             max_rows=max(g.rows),
             max_wanted=max(g.rows),
             least_rows=1,
-            most_padding=0,
+            row_multiple=1,
             exact=False,
         )
         self.seconds_in_passes = 0.0

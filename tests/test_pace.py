@@ -6,6 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.runtime.exactness import padded_rows
 from headrace.runtime.pace import ANY, Acceptance, Origin, Pace, PassCosts
 from headrace.runtime.request import MAX_PROPOSED
 
@@ -17,15 +18,32 @@ reaches = st.lists(st.floats(0.0, 1.0), max_size=MAX_PROPOSED).map(
 )
 
 
-@given(reaches, costs, st.integers(1, 4), st.integers(1, 2), st.floats(0.0, 0.5))
-def test_no_other_size_yields_more(
-    reach: np.ndarray, costs: PassCosts, lanes: int, least: int, extra_s: float
-) -> None:
-    def speed(size: int) -> float:
-        rows = max(1 + size, least)
-        return float((1 + reach[:size].sum()) / (costs.of(rows * lanes) + extra_s * size))
+def rows_of(past: int, row_multiple: int, least: int) -> list[int]:
+    return [padded_rows(past, 1 + n, row_multiple, least) for n in range(MAX_PROPOSED + 1)]
 
-    plan = Pace(costs).plan(reach, lanes=lanes, least_rows=least, extra_s=extra_s)
+
+@given(
+    reaches,
+    costs,
+    st.integers(1, 4),
+    st.integers(1, 2),
+    st.floats(0.0, 0.5),
+    st.tuples(st.integers(0, 3), st.sampled_from([1, 4])),
+)
+def test_no_other_size_yields_more(
+    reach: np.ndarray,
+    costs: PassCosts,
+    lanes: int,
+    least: int,
+    extra_s: float,
+    place: tuple[int, int],
+) -> None:
+    rows = rows_of(*place, least)
+
+    def speed(size: int) -> float:
+        return float((1 + reach[:size].sum()) / (costs.of(rows[size] * lanes) + extra_s * size))
+
+    plan = Pace(costs).plan(reach, lanes=lanes, rows=rows, extra_s=extra_s)
     assert np.isclose(plan.tokens_per_s, speed(plan.num_tokens))
     assert all(plan.tokens_per_s >= speed(n) * (1 - 1e-9) for n in range(len(reach) + 1))
 
@@ -33,9 +51,13 @@ def test_no_other_size_yields_more(
 def test_what_is_free_is_proposed_and_what_never_pays_is_not() -> None:
     pace = Pace(PassCosts({1: 1.0, 2: 1.2, 4: 1.6, 8: 2.4, 16: 4.0}))
     assert pace.plan(np.full(16, 0.0)).num_tokens == 0
-    assert pace.plan(np.full(16, 0.01), least_rows=2).num_tokens == 1, (
+    assert pace.plan(np.full(16, 0.01), rows=rows_of(8, 1, 2)).num_tokens == 1, (
         "the padding row is there anyway"
     )
+    for past, num_free in enumerate((3, 2, 1, 4)):
+        # An Arm's passes end at a multiple of four, with two rows or more.
+        of_arm = pace.plan(np.full(16, 0.01), rows=rows_of(past, 4, 2))
+        assert of_arm.num_tokens == num_free
     assert pace.plan(np.full(16, 1.0)).num_tokens == 16
     assert pace.plan(np.full(16, 1.0), extra_s=1.1).num_tokens < 2
     assert pace.plan(np.full(16, 0.0), fixed=5).num_tokens == 5
