@@ -62,7 +62,7 @@ class Recorded:
         chance = np.random.default_rng(0)
         self._base = chance.normal(0, 2.5, (8, size)).astype(np.float32)
         self._logits = np.zeros((32, size), np.float32)
-        self.facts = BackendFacts(config.vocab_size, size, 1, CAPACITY, 256, 32, 2, 1, exact=True)
+        self.facts = BackendFacts(config.vocab_size, size, 1, CAPACITY, 256, 32, 2, 1)
         self.cycle = chance.permutation(np.arange(1000, 1000 + PERIOD))
         self._next = {
             int(t): int(n) for t, n in zip(self.cycle, np.roll(self.cycle, -1), strict=True)

@@ -2,7 +2,8 @@
 
 It copies every input at every pass, keys and values among them, and gives floats back: at the
 83 MB/s that one report works out at, a cache of 512 tokens of a 135M draft takes longer than the
-pass itself (docs/npu.md). It knows no time-out; the drafter gives up a pass that does not end.
+pass itself (docs/npu.md). It knows no time-out; the drafter gives up a pass that does not end. It asks
+for its outputs' sizes once, of the widest variant, and so runs no other.
 """
 
 from __future__ import annotations
@@ -64,17 +65,13 @@ class LiteBackend(NpuPasses):
         self._lite: Any = _opened(files.rknn, cores)
         try:
             self.version = str(self._lite.get_sdk_version())
-            self._tensors = {
-                rows: npu_inputs(files.config, files.io.geometry, rows)
-                for rows in files.io.geometry.rows
-            }
+            most = max(files.io.geometry.rows)
+            self._tensors = npu_inputs(files.config, files.io.geometry, most)
             self._own = {
-                rows: {t.name: _Array.input(t, np.float16) for t in tensors if not is_kv(t.name)}
-                for rows, tensors in self._tensors.items()
+                t.name: _Array.input(t, np.float16) for t in self._tensors if not is_kv(t.name)
             }
-            first = self._tensors[files.io.geometry.rows[0]]
             self._kv = [
-                {t.name: _Array.input(t, np.float16) for t in first if is_kv(t.name)}
+                {t.name: _Array.input(t, np.float16) for t in self._tensors if is_kv(t.name)}
                 for _ in range(lanes)
             ]
             names = [n for layer in range(files.config.num_layers) for n in main_names(layer)]
@@ -87,18 +84,18 @@ class LiteBackend(NpuPasses):
                 )
                 for kv in self._kv
             ]
-            super().__init__(files, memories)
+            super().__init__(files, memories, (most,))
             self.prove()
         except BaseException:
             self.close()
             raise
 
     def _inputs(self, rows: int) -> Mapping[str, Placed]:
-        return self._own[rows]
+        return self._own
 
     def _compute(self, rows: int, lane: int, *, with_logits: bool) -> Mapping[str, Placed]:
-        arrays = {**self._own[rows], **self._kv[lane]}
-        inputs = [arrays[tensor.name].nhwc for tensor in self._tensors[rows]]
+        arrays = {**self._own, **self._kv[lane]}
+        inputs = [arrays[tensor.name].nhwc for tensor in self._tensors]
         self.counters.runs += 1
         try:
             found = self._lite.inference(inputs=inputs, data_format=["nhwc"] * len(inputs))

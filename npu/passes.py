@@ -54,9 +54,14 @@ class NpuPasses(ABC):
 
     seconds_in_passes = 0.0
 
-    def __init__(self, files: NpuFiles, lanes: Sequence[LaneMemory]) -> None:
-        """`lanes` are the transport's; it may drop them when it is closed. Raises NpuModelError."""
+    def __init__(
+        self, files: NpuFiles, lanes: Sequence[LaneMemory], widths: tuple[int, ...] | None = None
+    ) -> None:
+        """`lanes` are the transport's; it may drop them when it is closed. `widths` are the variants
+        that it can run, all if None. Raises NpuModelError.
+        """
         config, g = files.config, files.io.geometry
+        self._widths = widths or g.rows
         self._files, self._config, self._geometry = files, config, g
         self._memories = lanes
         self._embeddings = _mapped(files)
@@ -74,7 +79,6 @@ class NpuPasses(ABC):
             max_wanted=max(g.rows),
             least_rows=1,
             row_multiple=1,
-            exact=False,
         )
 
     @abstractmethod
@@ -93,7 +97,7 @@ class NpuPasses(ABC):
         (r,) = rows
         assert 0 < r.num_rows <= self.facts.max_rows
         assert r.past + r.num_rows <= self.facts.capacity, "lane is full"
-        width = next(w for w in self._geometry.rows if w >= r.num_rows)
+        width = next(w for w in self._widths if w >= r.num_rows)
         memory = self._memories[r.lane]
         memory.table.release_from(r.past)
         memory.make_room(r.num_rows)
@@ -121,8 +125,8 @@ class NpuPasses(ABC):
         if probe is None:
             return
         ids, expected = np.array(probe.token_ids, np.int64), np.array(probe.logits, np.float32)
-        whole = max(w for w in self._geometry.rows)
-        for widths in (self._geometry.rows[:2][::-1], (whole,)):
+        whole = max(self._widths)
+        for widths in (self._widths[:2][::-1], (whole,)):
             past, logits = 0, np.empty((0, 0), np.float32)
             while past < len(ids):
                 # Wide ones first, then single rows: each width takes part.
@@ -149,7 +153,7 @@ class NpuPasses(ABC):
         of the tail, so that no row sees nothing.
         """
         num = r.num_rows
-        width = next(w for w in self._geometry.rows if w >= r.num_rows)
+        width = next(w for w in self._widths if w >= r.num_rows)
         # In all rows: a norm of zeros would be no number, which a mask does not hide.
         ids = np.resize(r.token_ids, width)
         self._put(inputs, "embeds", self._embeddings[ids].astype(np.float32))

@@ -30,8 +30,6 @@ class BackendFacts:
     """Rows that a pass of `exact` lanes has at least, padding included."""
     row_multiple: int
     """Slots in use after a pass of `exact` lanes are a multiple of it (exactness.py)."""
-    exact: bool
-    """Whether a row's logits are the same bits however it came to be computed."""
 
     @property
     def most_padding(self) -> int:

@@ -15,6 +15,10 @@ QUERY_BLOCK = 16
 """The attention operator takes a lane's rows in blocks of `2 * head_dim`, fewer on a small L2 cache,
 but always a multiple of this; a last block of one row gets another kernel, like a single row."""
 
+QUANT_BLOCK = 32
+"""Columns of a weight matrix that have one scale. Arm's 4-bit products compute the last of a pass's
+rows otherwise where a matrix has several blocks and ends within one."""
+
 MAX_EXACT_HEAD_DIM = 128
 """Above it, x86 kernels of a float cache depend on the width of the pass."""
 
@@ -67,17 +71,33 @@ def most_padding(row_multiple: int) -> int:
     return 2 * row_multiple - 1
 
 
-def is_exact(config: ModelConfig, kv: str, machine: Machine) -> bool:
-    float_cache = kv != "int8"
-    is_arm = machine.row_multiple > 1
-    return is_arm or not float_cache or config.head_dim <= MAX_EXACT_HEAD_DIM
+def is_exact(config: ModelConfig, quant: str, kv: str, machine: Machine) -> bool:
+    return _why_not(config, quant, kv, machine) is None
 
 
-def require_exact(config: ModelConfig, kv: str, machine: Machine) -> None:
+def require_exact(config: ModelConfig, quant: str, kv: str, machine: Machine) -> None:
     """Raises ExactnessError where `is_exact` says no."""
-    if not is_exact(config, kv, machine):
+    why = _why_not(config, quant, kv, machine)
+    if why is not None:
         raise ExactnessError(
-            f"a {kv} cache with head_dim {config.head_dim} is not bit-exact on {machine.arch} "
-            f"(at most {MAX_EXACT_HEAD_DIM} is); export with --kv int8, or run with "
-            "--exactness tree, which promises the distribution but not the bits"
+            f"{why}, or run with --exactness tree, which promises the distribution but not the bits"
         )
+
+
+def _why_not(config: ModelConfig, quant: str, kv: str, machine: Machine) -> str | None:
+    """What keeps rows from being exact, and what to do instead."""
+    if machine.row_multiple == 1:
+        if kv == "int8" or config.head_dim <= MAX_EXACT_HEAD_DIM:
+            return None
+        return (
+            f"a {kv} cache with head_dim {config.head_dim} is not bit-exact on {machine.arch} "
+            f"(at most {MAX_EXACT_HEAD_DIM} is); export with --kv int8"
+        )
+    columns = {config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim}
+    odd = sorted(n for n in columns if n > QUANT_BLOCK and n % QUANT_BLOCK)
+    if quant != "int4" or not odd:
+        return None
+    return (
+        f"4-bit weights of {odd[0]} columns are not bit-exact on {machine.arch} (multiples of "
+        f"{QUANT_BLOCK} are); export with --quant int8"
+    )

@@ -100,7 +100,7 @@ class LLM(Closing):
         manifest = self.bundle.manifest
         self.capacity = self.config.capacity(manifest.config)
         if self.config.exactness == "exact":
-            require_exact(manifest.config, manifest.kv, Machine.here())
+            require_exact(manifest.config, manifest.quant, manifest.kv, Machine.here())
         self.placement = self.config.target_placement()
         if self.placement.cpus is not None and self.config.target_cpus is None:
             say(
@@ -426,7 +426,8 @@ class LLM(Closing):
         """That of a new sequence. Raises ExactnessError."""
         exactness = wanted or self.config.exactness
         if exactness == "exact":
-            require_exact(self.bundle.manifest.config, self.bundle.manifest.kv, Machine.here())
+            manifest = self.bundle.manifest
+            require_exact(manifest.config, manifest.quant, manifest.kv, Machine.here())
         return exactness
 
     def _require_open(self) -> None:

@@ -23,7 +23,6 @@ from headrace.runtime.exactness import (
     MIN_DECLARED_ROWS,
     Machine,
     declared_rows,
-    is_exact,
 )
 from headrace.runtime.pages import untouched
 
@@ -151,7 +150,6 @@ class OrtBackend:
             max_wanted=MAX_WANTED,
             least_rows=least_rows,
             row_multiple=self._machine.row_multiple,
-            exact=is_exact(config, kv, self._machine),
         )
 
     @property

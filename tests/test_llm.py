@@ -295,9 +295,26 @@ def test_models_that_are_not_exact_here_are_refused() -> None:
     wide = ModelConfig("gemma3", 9, 8, 8, 1, 1, 1, 256, 1e-5, 8192, plain(256, 1e4))
     x86, arm = Machine("x86_64", 1), Machine("aarch64", 4)
     with pytest.raises(ExactnessError, match=r"head_dim 256.*--kv int8"):
-        require_exact(wide, "f16", x86)
-    require_exact(wide, "int8", x86)
-    require_exact(wide, "f16", arm)
+        require_exact(wide, "int8", "f16", x86)
+    require_exact(wide, "int8", "int8", x86)
+    require_exact(wide, "int8", "f16", arm)
+
+
+@pytest.mark.parametrize(
+    ("columns", "holds"), [(24, True), (32, True), (40, False), (64, True), (100, False)]
+)
+def test_blocks_that_a_row_does_not_fill_are_refused_where_they_matter(
+    columns: int, holds: bool
+) -> None:
+    model = ModelConfig("llama", 9, 64, columns, 1, 1, 1, 64, 1e-5, 8192, plain(64, 1e4))
+    x86, arm = Machine("x86_64", 1), Machine("aarch64", 4)
+    for quant, machine in (("int8", arm), ("keep", arm), ("int4", x86)):
+        require_exact(model, quant, "f16", machine)
+    if holds:
+        require_exact(model, "int4", "f16", arm)
+        return
+    with pytest.raises(ExactnessError, match=rf"of {columns} columns.*--quant int8, or run with"):
+        require_exact(model, "int4", "f16", arm)
 
 
 @pytest.mark.parametrize("part", ["config", "kv", "inv_freq", "eos_ids"])

@@ -254,7 +254,6 @@ class Ledger:
             max_wanted=max(g.rows),
             least_rows=1,
             row_multiple=1,
-            exact=False,
         )
         self.seconds_in_passes = 0.0
         self.contents = dict[int, F32]()

@@ -156,7 +156,8 @@ def _results(
     from headrace.runtime.exactness import Machine, is_exact
 
     bundle = Bundle.open(path)
-    is_exact_here = is_exact(bundle.manifest.config, bundle.manifest.kv, Machine.here())
+    manifest = bundle.manifest
+    is_exact_here = is_exact(manifest.config, manifest.quant, manifest.kv, Machine.here())
     if not is_exact_here:
         say("this model is not bit-exact here: no text is promised, and none is checked")
     cases = law.cases(has_draft=bundle.draft is not None, is_exact=is_exact_here, strength=strength)
