@@ -28,7 +28,9 @@ from headrace.runtime.trace import Trace
 SOURCE = "draft"
 
 HANG_S = 5.0
-"""A pass of the draft that takes longer is not waited for any more, nor any other."""
+"""A pass of the draft that takes longer is not waited for any more, nor any other; or that takes
+longer than this many of the longest ones should."""
+_HANG_PASSES = 20
 
 MAX_FAILURES = 3
 """Errors of the draft in a row after which it is not asked again."""
@@ -176,8 +178,10 @@ class Drafter:
     def notice_hang(self) -> None:
         """Gives up a draft whose pass does not end."""
         began = self.model.pass_began
-        if began is not None and time.perf_counter() - began > HANG_S:
-            self._give_up(f"a pass took longer than {HANG_S:g} s")
+        longest_s = self._text_row_s * self.model.backend.facts.max_rows
+        limit_s = max(HANG_S, _HANG_PASSES * longest_s)
+        if began is not None and time.perf_counter() - began > limit_s:
+            self._give_up(f"a pass took longer than {limit_s:.1f} s")
 
     def _give_up(self, why: str) -> None:
         with self._starting:
