@@ -1,6 +1,7 @@
 """The command `headrace`: finds a command, runs it, and puts whatever went wrong in one line.
 
-Exit codes: 0, 1 for errors, 2 for usage, 130 after Ctrl-C, 143 after SIGTERM.
+Exit codes: 0, 1 for errors, 2 for usage, 130 after Ctrl-C, 143 after SIGTERM, 129 after
+SIGHUP.
 """
 
 from __future__ import annotations
@@ -125,15 +126,19 @@ def _drop_output() -> None:
 
 @contextlib.contextmanager
 def _orderly_termination() -> Iterator[None]:
-    """SIGTERM unwinds as Ctrl-C does, so that nothing is left behind."""
+    """SIGTERM and a terminal that is closed unwind as Ctrl-C does, so that nothing is left behind."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         # a second one must not cut the cleaning up short
         signal.signal(number, signal.SIG_IGN)
         raise SystemExit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, stop)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in before.items():
+        if number == signal.SIGTERM or handler is not signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, stop)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

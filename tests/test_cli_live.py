@@ -114,7 +114,9 @@ def test_what_was_said_before_ctrl_c_is_remembered(
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["Ctrl-C", "SIGTERM"]
+    ("number", "code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)],
+    ids=["Ctrl-C", "SIGTERM", "SIGHUP"],
 )
 def test_an_answer_that_is_interrupted(endless_bundle: Path, number: int, code: int) -> None:
     with started("run", endless_bundle, "pump", *ENDLESS) as child:
@@ -147,7 +149,9 @@ def _wait_for_reader(fifo: Path) -> int:
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["Ctrl-C", "SIGTERM"]
+    ("number", "code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)],
+    ids=["Ctrl-C", "SIGTERM", "SIGHUP"],
 )
 def test_an_export_that_is_interrupted(
     tmp_path: Path, blocked: Path, number: int, code: int

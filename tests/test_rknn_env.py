@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from commandline import CommandLine, at_terminal
+from commandline import CommandLine, at_terminal, finish, started
 
 from headrace.errors import RknnToolkitError, StorageError
 from headrace.export import rknn_env, rknn_torch
@@ -140,6 +142,32 @@ def test_ctrl_c_leaves_nothing(python: FakePython) -> None:
         terminal.interrupt()
         assert terminal.code() == 130
     assert not rknn_env.home().exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_what_pip_started_ends_with_us(python: FakePython, number: signal.Signals) -> None:
+    """A signal may be for this process alone, and what is left would write into the folder."""
+    (python.folder / "seconds").write_text("30.125")
+    with started("rknn-env", "--python", python.path) as child:
+        limit = time.monotonic() + 10
+        while not (python.folder / "calls").exists():
+            assert time.monotonic() < limit
+            time.sleep(0.01)
+        child.send_signal(number)
+        assert finish(child).code == 128 + number
+    assert not rknn_env.home().exists()
+    limit = time.monotonic() + 10
+    while sleeping(b"30.125"):
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+
+
+def sleeping(seconds: bytes) -> bool:
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            if path.read_bytes() == b"sleep\0" + seconds + b"\0":
+                return True
+    return False
 
 
 @pytest.mark.parametrize(
