@@ -109,9 +109,10 @@ class Drafter:
         log: Callable[[str], None] = lambda line: None,
     ) -> None:
         """The first of `candidates` that is open drafts; one at least must be. Whatever becomes of
-        them is told to `log`, a line each time.
+        them is told to `log`, a line each time, from any thread.
         """
-        self.candidates, self._log = Candidates(candidates, log), log
+        self._tell = log
+        self.candidates = Candidates(candidates, self._log)
         self.counts, self.defer = DraftCounts(), DeferChoice(defer)
         self.broken: str | None = None
         """Why the draft is not asked any more."""
@@ -130,6 +131,11 @@ class Drafter:
         self._queue: queue.SimpleQueue[Ask | Candidate | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="headrace-draft", daemon=True)
         self._starting = threading.Lock()
+
+    def _log(self, line: str) -> None:
+        """A listener that fails, such as a closed pipe, fails nobody else."""
+        with suppress(Exception):
+            self._tell(line)
 
     def _use(self, opened: Opened) -> None:
         """It drafts from now on, and knows no text."""

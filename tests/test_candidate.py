@@ -117,3 +117,24 @@ def test_it_comes_back_while_there_is_always_something_to_go_on_with(
         drafter.candidates = Candidates([npu, *drafter.candidates.all], lambda line: None)
         llm.generate("the pump is", PARAMS)
         assert tried.wait(10)
+
+
+def test_a_listener_that_fails_fails_nobody_else(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(line: str) -> None:
+        raise BrokenPipeError(32, line)
+
+    def fail(rows: object) -> None:
+        raise NpuDeviceError("lost")
+
+    with llm:
+        drafter = drafter_of(llm)
+        monkeypatch.setattr(drafter, "_tell", gone)
+        cpu = drafter.candidates.current
+        assert cpu.opened is not None
+        npu = Candidate("npu", cpu.opened, patience=1)
+        cpu.patience, drafter.candidates.all, drafter.candidates.current = 1, [npu, cpu], npu
+        monkeypatch.setattr(cpu.opened.model.backend, "forward", fail)
+        for _ in range(3):
+            llm.generate("the pump is", PARAMS)
+        assert drafter.counts.failures == 2 and drafter.counts.switches == 1
+        assert drafter.broken is not None and drafter._thread.is_alive()
