@@ -31,14 +31,14 @@ NPU = TESTS.parent / "npu"
 
 SUITES = {
     "backend.py": ("test_npu_probe.py", "test_npu_backend.py", "test_npu_open.py"),
-    "librknnrt.py": ("test_npu_backend.py", "test_npu_open.py"),
+    "librknnrt.py": ("test_npu_backend.py", "test_npu_open.py", "test_npu_staging.py"),
     "passes.py": ("test_npu_probe.py", "test_npu_backend.py"),
-    "staging.py": ("test_npu_staging.py", "test_npu_backend.py"),
+    "staging.py": ("test_npu_staging.py", "test_npu_backend.py", "test_npu_ring.py"),
     "variants.py": ("test_npu_backend.py", "test_npu_open.py"),
 }
 """Tests of each file."""
 
-FAST = "not qwen and not 90 and not equal_each_alone[1] and not equal_each_alone[2] and not cpu[1]"
+FAST = "not qwen and not gathered[llama-20] and not equal_each_alone[1] and not equal_each_alone[2] and not cpu[1]"
 """Of those that there are several of, some."""
 
 PATIENCE = 6.0
@@ -46,8 +46,18 @@ PATIENCE = 6.0
 
 FLUSHES = {"to_device", "from_device", "_to_device", "_from_device", "_sync"}
 
-HARMLESS: dict[str, str] = {}
-"""Mutants that change nothing a test could see, by their text, with the reason."""
+_DROPPED = "they are only let go; `_held` and the stack are what counts"
+HARMLESS = {
+    "backend.py no call: self._lanes.clear()": _DROPPED,
+    "backend.py no call: self._variants.clear()": _DROPPED,
+    "librknnrt.py no call: self._query(Query.MEM_SIZE, size)": "no draft asks for it",
+    "passes.py comparison: error <= probe.tolerance": "no error is exactly as large",
+    "passes.py comparison: w < len(ids) - past": "it cuts the probe in another way",
+    "passes.py no assignment: sees[num:, g.main] = True": (
+        "results of these rows are not used, and a softmax of nothing but masks is a number"
+    ),
+}
+"""Mutants that change nothing a test could see, with the reason."""
 
 
 @dataclass(frozen=True)
@@ -265,6 +275,17 @@ class Child:
         return "hung"
 
 
+def seconds_without(folder: Path) -> float | None:
+    """What the tests take without a mutant; None, with their words, if they fail."""
+    sound = Child.start(None, folder / "sound.log")
+    while (how := sound.ended(600)) is None:
+        time.sleep(0.05)
+    if how == "survived":
+        return time.monotonic() - sound.began
+    print(sound.log.read_text()[-3000:], "the tests fail without a mutant", sep="\n")
+    return None
+
+
 def judge(chosen: Sequence[Mutant], jobs: int, folder: Path, most_s: float) -> dict[Mutant, str]:
     """How the tests of each ended."""
     found: dict[Mutant, str] = {}
@@ -305,15 +326,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         preload(folder)
-        sound = Child.start(None, folder / "sound.log")
-        while (how := sound.ended(600)) is None:
-            time.sleep(0.05)
-        if how != "survived":
-            print(sound.log.read_text()[-3000:], "the tests fail without a mutant", sep="\n")
+        sound_s = seconds_without(folder)
+        if sound_s is None:
             return 2
-        sound_s = time.monotonic() - sound.began
         print(f"without a mutant the tests pass in {sound_s:.1f} s")
         found = judge(chosen, given.jobs, folder, PATIENCE * sound_s)
+        if seconds_without(folder) is None:
+            print("they did before: were files changed meanwhile?")
+            return 2
     survivors = [m for m, how in found.items() if how == "survived"]
     print(f"\n{'':24}{'mutants':>8}{'killed':>8}{'survived':>9}")
     for kind in sorted({m.kind for m in chosen}):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from headrace.errors import (
 )
 from headrace.models.npu_io import NativeTensor, NpuFiles, NpuIo
 from headrace.npu.backend import RknnBackend
-from headrace.npu.librknnrt import Library
+from headrace.npu.librknnrt import Buffer, Library
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +51,21 @@ def test_memory_that_runs_out_at_any_moment(llama: TinyDraft, double: Double) ->
     double.reset()
     double.play(f"create_mem:{number + 1}")
     RknnBackend(llama.files, double.library(), lanes=2).close()
+
+
+@pytest.mark.parametrize("at", [1, 7, 20])
+def test_a_flush_that_fails_while_opening(
+    llama: TinyDraft, double: Double, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    flush, number = Buffer.to_device, itertools.count(1)
+
+    def fail(buffer: Buffer) -> None:
+        if next(number) == at:
+            raise NpuDeviceError("rknn_mem_sync: the call failed (FAIL, -1)")
+        flush(buffer)
+
+    monkeypatch.setattr(Buffer, "to_device", fail)
+    refused(llama.files, double, NpuDeviceError, "rknn_mem_sync")
 
 
 @pytest.mark.parametrize(
