@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib
+import queue
 import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,6 +32,9 @@ from headrace.runtime.ring import RingLayout
 
 TRANSPORTS = {"npu": "headrace.npu.backend", "npu-lite": "headrace.npu.lite"}
 """Modules with a function `open_backend`, by what `draft_device` calls them."""
+
+OPEN_S = 120.0
+"""Loading a model does not wait longer for the NPU."""
 
 _TRANSIENT = (NpuDeviceError, NpuMemoryError, NpuTimeoutError)
 """What may be over after a while."""
@@ -61,7 +66,7 @@ def npu_candidates(
     opener = _Opener(name, bundle, record, config, cache, say)
     candidate = Candidate(name, None, patience=1, reopen=opener.open)
     try:
-        candidate.opened = opener.open()
+        candidate.opened = open_within(OPEN_S, opener.open)
     except NpuError as error:
         if wanted in TRANSPORTS:
             raise
@@ -73,6 +78,40 @@ def npu_candidates(
             return []
         candidate.breaker.failed()
     return [candidate]
+
+
+def open_within(seconds: float, open_it: Callable[[], Opened]) -> Opened:
+    """In a thread of its own, since a device may hang; what is opened too late is closed again.
+
+    Raises what `open_it` raises, and NpuTimeoutError.
+    """
+    found: queue.SimpleQueue[Opened | BaseException] = queue.SimpleQueue()
+    lock, is_late = threading.Lock(), threading.Event()
+
+    def work() -> None:
+        result: Opened | BaseException
+        try:
+            result = open_it()
+        except BaseException as error:  # noqa: BLE001  it is the caller's
+            result = error
+        with lock:
+            if not is_late.is_set():
+                found.put(result)
+                return
+        if isinstance(result, Opened):
+            result.model.close()
+
+    threading.Thread(target=work, name="headrace-npu", daemon=True).start()
+    try:
+        result = found.get(timeout=seconds)
+    except queue.Empty:
+        raise NpuTimeoutError(f"opening the NPU took longer than {seconds:g} s") from None
+    finally:
+        with lock:
+            is_late.set()
+    if isinstance(result, BaseException):
+        raise result
+    return result
 
 
 class _Opener:

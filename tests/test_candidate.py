@@ -12,11 +12,12 @@ from typing import cast
 import pytest
 
 from headrace import LLM, SamplingParams
-from headrace.errors import NpuDeviceError
+from headrace.errors import NpuDeviceError, NpuTimeoutError
 from headrace.runtime import candidate as candidate_module
 from headrace.runtime.candidate import Candidate, Candidates, Opened
 from headrace.runtime.draft import DraftLane, DraftModel
 from headrace.runtime.drafter import Drafter
+from headrace.runtime.on_npu import open_within
 from headrace.runtime.pace import PassCosts
 
 
@@ -78,6 +79,33 @@ def test_without_a_thread_it_is_tried_later(monkeypatch: pytest.MonkeyPatch) -> 
         assert candidates.num_failed_openings == 1
     candidates.reopen_what_is_due(back.put)
     assert back.get(timeout=10).name == "npu"
+
+
+def test_an_npu_that_hangs_when_it_is_opened_keeps_nobody_waiting() -> None:
+    made, freed = Closes(), threading.Event()
+
+    def hang() -> Opened:
+        freed.wait(60)
+        return ready(made)
+
+    with pytest.raises(NpuTimeoutError, match=r"longer than 0\.05 s"):
+        open_within(0.05, hang)
+    freed.set()
+    limit = time.monotonic() + 10
+    while not made.num_closed:
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+
+
+def test_what_is_opened_in_time_is_ready_or_says_why_not() -> None:
+    made = ready(Closes())
+    assert open_within(60, lambda: made) is made
+
+    def fail() -> Opened:
+        raise NpuDeviceError("lost")
+
+    with pytest.raises(NpuDeviceError, match="lost"):
+        open_within(60, fail)
 
 
 @pytest.fixture
