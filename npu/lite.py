@@ -8,14 +8,15 @@ for its outputs' sizes once, of the widest variant, and so runs no other.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from headrace.errors import NpuDeviceError, NpuMissingError, NpuModelError
+from headrace.errors import NpuDeviceError, NpuError, NpuMissingError, NpuModelError
 from headrace.models.npu_io import NpuFiles, NpuTensor, is_kv, main_names, npu_inputs, npu_outputs
 from headrace.npu.librknnrt import CORES
 from headrace.npu.passes import NpuPasses, Placed
@@ -97,10 +98,8 @@ class LiteBackend(NpuPasses):
         arrays = {**self._own, **self._kv[lane]}
         inputs = [arrays[tensor.name].nhwc for tensor in self._tensors]
         self.counters.runs += 1
-        try:
+        with _its_errors("in a pass"):
             found = self._lite.inference(inputs=inputs, data_format=["nhwc"] * len(inputs))
-        except Exception as error:  # it raises whatever its own calls do
-            raise NpuDeviceError(f"RKNNLite failed in a pass: {error}") from error
         if found is None:
             raise NpuDeviceError("RKNNLite failed in a pass and does not say why")
         self._memories[lane].is_main_changed = False
@@ -137,15 +136,28 @@ def _opened(model: Path, cores: str) -> Any:
         raise NpuMissingError(
             f"RKNNLite is not installed ({error}): pip install 'headrace[board]' on the board"
         ) from error
-    lite = RKNNLite()
+    with _its_errors("to start"):
+        lite = RKNNLite()
     try:
-        if lite.load_rknn(str(model)) != 0:
-            raise NpuModelError(f"{model}: RKNNLite does not load it")
-        # Where all cores may be used, RKNNLite's own number for that differs by version.
-        mask = {} if cores == "auto" else {"core_mask": int(CORES[cores])}
-        if lite.init_runtime(**mask) != 0:
-            raise NpuDeviceError("RKNNLite cannot open the NPU; `headrace doctor` says more")
+        with _its_errors("to open the NPU"):
+            if lite.load_rknn(str(model)) != 0:
+                raise NpuModelError(f"{model}: RKNNLite does not load it")
+            # Where all cores may be used, RKNNLite's own number for that differs by version.
+            mask = {} if cores == "auto" else {"core_mask": int(CORES[cores])}
+            if lite.init_runtime(**mask) != 0:
+                raise NpuDeviceError("RKNNLite cannot open the NPU; `headrace doctor` says more")
     except BaseException:
         lite.release()
         raise
     return lite
+
+
+@contextmanager
+def _its_errors(doing: str) -> Iterator[None]:
+    """RKNNLite raises whatever its own calls do, or ends the program. Raises NpuError for both."""
+    try:
+        yield
+    except NpuError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise NpuDeviceError(f"RKNNLite failed {doing}: {error}") from error
