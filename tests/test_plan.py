@@ -20,7 +20,8 @@ from tiny_checkpoints import TINY
 from headrace import LLM
 from headrace.errors import MemoryLimitError, UsageError
 from headrace.export.checkpoint import open_checkpoint
-from headrace.models.manifest import Bundle
+from headrace.models.manifest import NPU, NPU_EMBEDDINGS, NPU_IO, Bundle
+from headrace.models.npu_io import NpuIo
 from headrace.paths import cache_dir
 from headrace.runtime import memory
 from headrace.runtime.arena import ArenaShape
@@ -207,6 +208,24 @@ def test_plan_of_a_bundle(command: CommandLine, tiny_bundle: Path) -> None:
     table = command("plan", tiny_bundle, "--ram", "4GiB")
     for words in ("pool", "arena", "file pages", "remaining", "headrace run", "--ram 4GiB"):
         assert words in table.out, words
+
+
+def test_a_draft_on_the_npu_of_another_machine(command: CommandLine, npu_bundle: Path) -> None:
+    """It is counted beside the CPU's, which stands in for it."""
+    bundle = Bundle.open(npu_bundle)
+    io = NpuIo.load(bundle.file(NPU_IO))
+    names = {}
+    for device in ("cpu", "npu"):
+        done = command("plan", npu_bundle, "--lanes", "2", "--draft-device", device, "--json")
+        assert done.code == 0
+        value = json.loads(done.out)
+        assert value["run"].endswith(f"--lanes 2 --draft-device {device}")
+        names[device] = {line["name"]: line["num_bytes"] for line in value["lines"]}
+    assert names["npu"].items() - names["cpu"].items() == {
+        ("NPU embeddings", bundle.manifest.files[NPU_EMBEDDINGS].size),
+        ("NPU weights", bundle.manifest.files[NPU].size),
+        ("NPU keys, values", 2 * io.lane_bytes),
+    }
 
 
 def test_plan_that_does_not_fit(command: CommandLine, tiny_bundle: Path) -> None:

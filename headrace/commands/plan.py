@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
 @click.command(name="plan")
 @click.argument("bundle", type=click.Path(path_type=Path))
-@runtime_flags("ram", "reserve", "ctx", "lanes", "pool", "mlock", "exactness")
+@runtime_flags(
+    *("ram", "reserve", "ctx", "lanes", "pool", "mlock", "exactness", "draft_device", "npu_library")
+)
 @click.option("--sessions", type=int, help="Ask for a pool that so many sessions fit at once.")
 @click.option(
     "--window",
@@ -44,7 +46,8 @@ def command(bundle: Path, **flags: Any) -> None:
     that realise it. Exit code 1, with what is missing, when it does not fit.
 
     Without --ram the limit is the memory available on this machine now. Prepared bundles are
-    measured; for others, say those meant for a board, some items are estimated.
+    measured; for others, say those meant for a board, some items are estimated; `--draft-device npu`
+    counts a draft that will be on that board's NPU.
     """
     as_json = flags.pop("as_json")
     asked = {name: flags.pop(name) for name in ("sessions", "window", "sinks")}
@@ -93,7 +96,7 @@ def _run_flags(config: RuntimeConfig) -> list[str]:
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if value != field.default and field.name != "cache":
-            flags.append(f"--{field.name}")
+            flags.append(f"--{field.name.replace('_', '-')}")
             if value is not True:
                 is_size = field.name in ("ram", "reserve")
                 flags.append(exact_size(value) if is_size else str(value))
