@@ -264,8 +264,9 @@ class Library:
         """
         self.path = path or DEFAULT_PATH
         try:
-            # By its own name if it is one of the folder's: the loader looks elsewhere otherwise.
-            where = str(Path(self.path).resolve()) if Path(self.path).exists() else self.path
+            # One that is named may be this folder's, where the loader does not look.
+            is_file = path is not None and Path(path).exists()
+            where = str(Path(self.path).resolve()) if is_file else self.path
             self._library = c.CDLL(where)
         except OSError as error:
             raise NpuMissingError(

@@ -20,6 +20,7 @@ from headrace.errors import (
     NpuVersionError,
 )
 from headrace.models.npu_io import NativeTensor, NpuFiles, NpuIo
+from headrace.npu import librknnrt
 from headrace.npu.backend import RknnBackend
 from headrace.npu.librknnrt import Buffer, Library
 
@@ -165,3 +166,16 @@ def test_no_library_and_one_that_is_another(tmp_path: Path) -> None:
         Library(str(tmp_path / "librknnrt.so"))
     with pytest.raises(NpuVersionError, match="has no rknn_init"):
         Library("libc.so.6")
+
+
+def test_a_file_of_this_folder_must_be_named(
+    npu_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A library that was only fetched into it is not the installed one."""
+    name = "librknnrt-fetched.so"
+    (tmp_path / name).symlink_to(npu_library)
+    monkeypatch.chdir(tmp_path)
+    assert Library(name).path == name
+    monkeypatch.setattr(librknnrt, "DEFAULT_PATH", name)
+    with pytest.raises(NpuMissingError, match=name):
+        Library()
