@@ -38,7 +38,7 @@ SUITES = {
 }
 """Tests of each file."""
 
-FAST = "not qwen and not gathered[llama-20] and not equal_each_alone[1] and not equal_each_alone[2] and not cpu[1]"
+FAST = "not qwen and not gathered[llama-120] and not equal_each_alone[1] and not equal_each_alone[2] and not cpu[1]"
 """Of those that there are several of, some."""
 
 PATIENCE = 6.0
@@ -53,6 +53,7 @@ HARMLESS = {
     "librknnrt.py no call: self._query(Query.MEM_SIZE, size)": "no draft asks for it",
     "passes.py comparison: error <= probe.tolerance": "no error is exactly as large",
     "passes.py comparison: w < len(ids) - past": "it cuts the probe in another way",
+    "staging.py comparison: plane < most == -(-plane // 4) * 4": "as it is where both are alike",
     "passes.py no assignment: sees[num:, g.main] = True": (
         "results of these rows are not used, and a softmax of nothing but masks is a number"
     ),

@@ -165,14 +165,18 @@ def path_to(node: int, parents: Sequence[int]) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("length", [20, 90, 120])
+@pytest.mark.parametrize("length", [56, 90, 120])
 def test_a_tree_a_rejection_and_what_is_gathered(
     family: TinyDraft,
     double: Double,
     reference_of: Callable[[TinyDraft], Reference],
     length: int,
 ) -> None:
-    """Nodes see their own path alone, in one pass or in several; then some of them become text."""
+    """Nodes see their own path alone, in one pass or in several; then some of them become text.
+
+    Behind 56 tokens the first nodes are moved to main before the others come, behind 90 some stand
+    there and some cannot.
+    """
     reference, chance = reference_of(family), random.Random(length)
     parents = [-1, 0, 0, 1, 1, 2, 5, 3, 6, 8]
     ids = text_of(family, len(parents), 7)

@@ -22,7 +22,7 @@ from headrace.errors import (
 from headrace.models.npu_io import NativeTensor, NpuFiles, NpuIo
 from headrace.npu import librknnrt
 from headrace.npu.backend import RknnBackend
-from headrace.npu.librknnrt import Buffer, Library
+from headrace.npu.librknnrt import Buffer, Flag, Library
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +52,20 @@ def test_memory_that_runs_out_at_any_moment(llama: TinyDraft, double: Double) ->
     double.reset()
     double.play(f"create_mem:{number + 1}")
     RknnBackend(llama.files, double.library(), lanes=2).close()
+
+
+def test_closing_again_calls_nothing(llama: TinyDraft, double: Double) -> None:
+    """And what was memory is none any more."""
+    flags = Flag.PRIOR_MEDIUM | Flag.DISABLE_FLUSH_INPUT | Flag.DISABLE_FLUSH_OUTPUT
+    context = double.library().init(llama.files.rknn, flags)
+    buffer = context.allocate(100)
+    assert buffer.bytes.size == 100 and not buffer.bytes.any()
+    for _ in range(2):
+        buffer.close()
+        assert buffer.bytes.size == 0
+    for _ in range(2):
+        context.close()
+    assert double.calls("rknn_destroy_mem") == double.calls("rknn_destroy") == 1
 
 
 @pytest.mark.parametrize("at", [1, 7, 20])

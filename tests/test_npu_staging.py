@@ -419,11 +419,20 @@ def test_the_tail_without_room_is_our_own_mistake() -> None:
         ledger.memory.table.take([3, 3])
 
 
-@pytest.mark.parametrize("num_bytes", [0, 7])
-def test_bytes_written_are_told_once(num_bytes: int) -> None:
-    ledger = Ledger(random.Random(1), FLOAT16, num_bytes)
-    lane = lane_over(ledger)
-    lane.follow([1, 2, 3], 3)
-    per_row = kv_planes(CONFIG) * CONFIG.head_dim * 2
-    assert ledger.memory.take_bytes_written() == 3 * per_row
-    assert ledger.memory.take_bytes_written() == 0
+def test_what_is_written_wins_over_the_tail() -> None:
+    """And every byte of the way there and back is told, once."""
+    ledger = Ledger(random.Random(1), FLOAT16, 7)
+    memory, row = ledger.memory, kv_planes(CONFIG) * CONFIG.head_dim * 2
+    lane_over(ledger).follow([1, 2, 3], 3)
+    assert memory.take_bytes_written() == 3 * row
+    assert memory.take_bytes_written() == 0
+    sinks = ledger.rng.integers(-9, 9, (2, CONFIG.num_layers, CONFIG.num_kv_heads, 2, 8))
+    ledger.write(0, 0, sinks)
+    np.testing.assert_array_equal(memory.read(0, 2), sinks)
+    assert memory.table.num_free == GEOMETRY.tail - 1
+    assert memory.take_bytes_written() == 2 * row
+    memory.make_room(GEOMETRY.tail)
+    assert memory.take_bytes_written() == row, "what was in the tail went to main"
+    ledger.gather(0, [1], 0)
+    np.testing.assert_array_equal(memory.read(0, 1), sinks[:, :, :, 1:])
+    assert memory.take_bytes_written() == row, "and comes back from there"
