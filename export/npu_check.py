@@ -14,6 +14,7 @@ from headrace.export.npu_draft import embeddings
 from headrace.export.npu_text import TextPasses
 from headrace.export.report import Reporter
 from headrace.export.rknn import Toolkit
+from headrace.export.rknn_env import find_env
 from headrace.export.text import I64
 from headrace.models.manifest import NPU_GRAPH, NPU_GRAPH_DATA, NPU_IO, TARGET, Bundle
 from headrace.models.npu_io import NpuIo, npu_inputs
@@ -51,6 +52,7 @@ def simulate(bundle: Bundle, token_ids: I64, report: Reporter) -> Simulation:
         raise UsageError(
             f"the text has {len(token_ids)} tokens, at least {_MIN_TOKENS} are needed; give more"
         )
+    find_env()  # before what takes long
     io, vocab_map = NpuIo.load(bundle.file(NPU_IO)), load_vocab_map(bundle)
     token_ids = token_ids[: io.geometry.main]
     report.stage("the target")
