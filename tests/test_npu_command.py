@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from commandline import Result, finish, started
+from commandline import CommandLine, Result, finish, started
 
 from headrace import LLM, SamplingParams
+from headrace.models.manifest import PC_ONLY
 
 PROMPT = "the pump is at 4.2 bar and the valve "
 
@@ -71,3 +73,20 @@ def test_the_command_refuses_in_one_line(
     assert result.code == 0
     told = [line for line in result.err.splitlines() if "NPU" in line]
     assert len(told) == 1 and "the draft runs on the CPU" in told[0]
+
+
+def test_a_copy_for_a_board_does_without_what_a_pc_compiles_from(
+    npu_bundle: Path, tmp_path: Path, command: CommandLine
+) -> None:
+    copy = shutil.copytree(npu_bundle, tmp_path / "copy")
+    for name in PC_ONLY:
+        (copy / name).unlink()
+    done = command("inspect", copy, "--json")
+    assert done.code == 0, done.err
+    states = {file["name"]: file["state"] for file in json.loads(done.out)["files"]}
+    assert {name for name, state in states.items() if state == "left out"} == PC_ONLY
+    (copy / "draft/npu.onnx").touch()  # there, but not what it was
+    assert "draft/npu.onnx not as exported" in command("inspect", copy).complaint
+    (copy / "draft/npu.onnx").unlink()
+    (copy / "draft/npu.rknn").unlink()
+    assert "draft/npu.rknn not as exported" in command("inspect", copy).complaint

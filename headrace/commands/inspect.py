@@ -24,7 +24,7 @@ from headrace.commands.terminal import print_facts, print_table, say, size
 from headrace.errors import BundleError
 from headrace.intact import CheckMemory
 from headrace.models.iospec import TensorSpec, target_inputs, target_outputs
-from headrace.models.manifest import MANIFEST, TOKENIZER, Bundle, FileRecord
+from headrace.models.manifest import MANIFEST, PC_ONLY, TOKENIZER, Bundle, FileRecord
 from headrace.models.records import ModelRecord
 from headrace.paths import cache_dir
 
@@ -52,11 +52,15 @@ def command(path: Path, as_json: bool) -> None:
         print(json.dumps(_bundle_json(bundle, files), indent=1, ensure_ascii=False))
     else:
         _print_bundle(bundle, files)
-    damaged = [file.name for file in files if file.state != "ok"]
+    damaged = [file.name for file in files if file.state not in ("ok", "left out")]
     if damaged:
         raise BundleError(
             f"{path}: {', '.join(damaged)} not as exported; export or copy the bundle again"
         )
+
+
+_State = Literal["ok", "left out", "missing", "other size", "other content", "unreadable"]
+"""`left out` is what a copy for a board may do without."""
 
 
 @dataclass(frozen=True)
@@ -67,15 +71,17 @@ class _FileState:
     size: int
     sha256: str
     """Both as the manifest has them."""
-    state: Literal["ok", "missing", "other size", "other content", "unreadable"]
+    state: _State
 
     @classmethod
     def of(cls, bundle: Bundle, name: str, record: FileRecord) -> _FileState:
         path = bundle.file(name)
         memory = CheckMemory(cache_dir() / "checked.json")
-        state: Literal["ok", "missing", "other size", "other content", "unreadable"]
+        state: _State
         try:
-            if not path.is_file():
+            if name in PC_ONLY and not path.exists():
+                state = "left out"
+            elif not path.is_file():
                 state = "missing"
             elif path.stat().st_size != record.size:
                 state = "other size"
