@@ -53,7 +53,7 @@ def graph() -> onnx.ModelProto:
 
 def padded(tensor: NativeTensor, extra: int) -> NativeTensor:
     """With `extra` positions in each row (H > 1) or plane (H = 1)."""
-    n, c1, h, w, c2 = tensor.native
+    n, c1, h, _, c2 = tensor.native
     stride = tensor.w_stride + extra
     size = n * c1 * h * stride * c2 * ITEM_BYTES[tensor.type]
     return dataclasses.replace(tensor, w_stride=stride, size=size)
