@@ -286,12 +286,11 @@ class _Worker:
         text = self.log.read_text(encoding="utf-8", errors="replace")
         said = rknn_log.complaints(text) if logged else []
         because = f": {said[-1]}" if said else ""
-        kept = cache_dir() / "rknn-env" / "failed.log"
+        kept, where = cache_dir() / "rknn-env" / "failed.log", ""
         with suppress(OSError):
             shutil.copyfile(self.log, kept)
-        return RknnToolkitError(
-            f"{self._title}Rockchip's toolkit failed: {what}{because}; its log: {kept}"
-        )
+            where = f"; its log: {kept}"
+        return RknnToolkitError(f"{self._title}Rockchip's toolkit failed: {what}{because}{where}")
 
 
 def self_test(report: Reporter | None = None) -> None:

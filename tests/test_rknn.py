@@ -19,6 +19,7 @@ from fake_toolkit import FakeToolkit, fake_toolkit, variant, write_graph
 from headrace.errors import RknnToolkitError
 from headrace.export import rknn_worker
 from headrace.export.rknn import RknnBuild, Toolkit
+from headrace.paths import cache_dir
 
 __all__ = ["fake_toolkit"]
 
@@ -120,6 +121,14 @@ def test_failures_are_one_line(
     kept = Path(str(raised.value).rpartition("its log: ")[2])
     assert "Network Layer Information Table" in kept.read_text()
     assert not list(work.iterdir())
+
+
+def test_a_log_that_cannot_be_kept_is_not_named(fake_toolkit: FakeToolkit, graph: Path) -> None:
+    fake_toolkit.behave("crash")
+    (cache_dir() / "rknn-env" / "failed.log").mkdir()
+    with pytest.raises(RknnToolkitError, match="crashed") as raised, Toolkit() as toolkit:
+        build(toolkit, graph)
+    assert "log" not in str(raised.value)
 
 
 def test_a_run_may_fail_too(fake_toolkit: FakeToolkit, graph: Path) -> None:
