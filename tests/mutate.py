@@ -54,6 +54,8 @@ HARMLESS = {
     "passes.py comparison: error <= probe.tolerance": "no error is exactly as large",
     "passes.py comparison: w < len(ids) - past": "it cuts the probe in another way",
     "staging.py comparison: plane < most == -(-plane // 4) * 4": "as it is where both are alike",
+    "staging.py comparison: self.table.num_free < len(spilled)": "it makes room a little earlier",
+    "staging.py comparison: slot < past": "slots from `past` on were released before",
     "passes.py no assignment: sees[num:, g.main] = True": (
         "results of these rows are not used, and a softmax of nothing but masks is a number"
     ),

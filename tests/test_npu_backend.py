@@ -316,9 +316,11 @@ def test_a_library_that_duplicates_no_context_of_many_shapes(
     text = text_of(llama, 150)
     with opened(llama.files, double) as backend:
         expected = feed(backend, text, at_random(2))
+        assert backend.counters.binds <= len(GEOMETRY.rows), "once for each width"
     double.play("nodup")
     with opened(llama.files, double) as backend:
         assert_close(feed(backend, text, at_random(2)), expected, ORDER)
+        assert backend.counters.binds > len(GEOMETRY.rows)
 
 
 # -- Faults of a pass -----------------------------------------------------------------------------

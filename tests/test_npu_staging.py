@@ -21,7 +21,7 @@ from headrace.models.vocab_map import VocabMap
 from headrace.npu.librknnrt import TensorAttr
 from headrace.npu.staging import LaneMemory, Layout, Native, TailTable
 from headrace.runtime.backend import BackendFacts
-from headrace.runtime.batch import F32, LaneRows
+from headrace.runtime.batch import F32, LaneRows, chain
 from headrace.runtime.draft import DraftLane, DraftModel, frontier
 from headrace.runtime.guess import Guesser
 from headrace.runtime.request import SamplingParams
@@ -339,6 +339,7 @@ class Ledger:
 
     def _check(self) -> None:
         check_table(self.memory.table, self.tail)
+        assert {slot for slot, _ in self.memory.table.held()} <= set(self.contents)
         for slot in self.chance.sample(sorted(self.contents), min(4, len(self.contents))):
             found = self.memory.read(slot, 1)
             np.testing.assert_array_equal(found, self._expected([slot]), f"slot {slot}")
@@ -436,3 +437,12 @@ def test_what_is_written_wins_over_the_tail() -> None:
     ledger.gather(0, [1], 0)
     np.testing.assert_array_equal(memory.read(0, 1), sinks[:, :, :, 1:])
     assert memory.take_bytes_written() == row, "and comes back from there"
+
+
+def test_a_tail_too_full_for_what_comes_back() -> None:
+    ledger, past = Ledger(random.Random(1), FLOAT16, 0), 0
+    for num in (16, 12, 16, 4):
+        ledger.forward([chain(0, np.ones(num, np.int64), past)])
+        past += num
+    assert past == GEOMETRY.main and ledger.memory.table.num_free == 8
+    ledger.move(0, range(10), range(past, past + 10))
