@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -18,6 +20,7 @@ from headrace.export.npu_text import FP16_MASK, NpuText, ort_run, text_logits
 from headrace.models.manifest import NPU_EMBEDDINGS, NPU_GRAPH, NPU_IO
 from headrace.models.npu_io import NativeTensor, kv_planes
 from headrace.npu.backend import RknnBackend
+from headrace.npu.librknnrt import Buffer, Context, TensorAttr
 from headrace.runtime.batch import F32, LaneRows, chain
 
 FAMILIES = ["llama", "qwen2", "qwen3", "gemma3"]
@@ -321,6 +324,36 @@ def test_a_library_that_duplicates_no_context_of_many_shapes(
     with opened(llama.files, double) as backend:
         assert_close(feed(backend, text, at_random(2)), expected, ORDER)
         assert backend.counters.binds > len(GEOMETRY.rows)
+
+
+@pytest.mark.parametrize("faults", ["driver:0.9.8", "nodup"], ids=["contexts", "one context"])
+@pytest.mark.parametrize(("lane", "num"), [(1, 1), (0, 2), (1, 2)])
+def test_a_binding_that_fails_is_made_anew(
+    llama: TinyDraft,
+    double: Double,
+    monkeypatch: pytest.MonkeyPatch,
+    faults: str,
+    lane: int,
+    num: int,
+) -> None:
+    """Half of one lane and half of another would be a text that nobody wrote."""
+    double.play(faults)
+    with opened(llama.files, double, lanes=2) as backend:
+        for each in (0, 1):
+            feed(backend, text_of(llama, 30, each), iter([30]), lane=each)
+        expected = feed(backend, [7], iter([1]), past=30)
+        bind, calls = Context.bind, itertools.count()
+
+        def fail(context: Context, buffer: Buffer, attr: TensorAttr) -> None:
+            if next(calls) == 2:
+                raise NpuDeviceError("rknn_set_io_mem: the call failed (FAIL, -1)")
+            bind(context, buffer, attr)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Context, "bind", fail)
+            with contextlib.suppress(NpuDeviceError):
+                feed(backend, [7] * num, iter([num]), lane=lane, past=30)
+        assert_close(feed(backend, [7], iter([1]), past=30), expected, ORDER)
 
 
 # -- Faults of a pass -----------------------------------------------------------------------------
