@@ -13,7 +13,8 @@ from pathlib import Path
 
 from headrace.errors import NpuDeviceError, NpuTimeoutError
 from headrace.models.npu_io import NpuFiles, main_names
-from headrace.npu.librknnrt import CORES, Buffer, CoreMask, Flag, Library, Versions
+from headrace.npu.abi import CORES, CoreMask, Flag
+from headrace.npu.librknnrt import Buffer, Library, Versions
 from headrace.npu.passes import NpuPasses, Placed
 from headrace.npu.staging import LaneMemory
 from headrace.npu.variants import Bound, Variant, contexts, open_variant, same_layouts

@@ -18,7 +18,7 @@ import numpy as np
 
 from headrace.errors import NpuDeviceError, NpuError, NpuMissingError, NpuModelError
 from headrace.models.npu_io import NpuFiles, NpuTensor, is_kv, main_names, npu_inputs, npu_outputs
-from headrace.npu.librknnrt import CORES
+from headrace.npu.abi import CORES
 from headrace.npu.passes import NpuPasses, Placed
 from headrace.npu.staging import LaneMemory, Layout, Native
 

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from headrace.errors import NpuModelError
 from headrace.models.config import ModelConfig
 from headrace.models.npu_io import NpuGeometry
-from headrace.npu.librknnrt import TYPES, TensorAttr, format_name
+from headrace.npu.abi import TYPES, TensorAttr, format_name
 
 F32 = npt.NDArray[np.float32]
 Native = npt.NDArray[np.generic]

@@ -17,15 +17,8 @@ import numpy as np
 
 from headrace.errors import NpuError, NpuModelError
 from headrace.models.npu_io import NativeTensor, NpuIo, NpuVariant, is_kv
-from headrace.npu.librknnrt import (
-    Buffer,
-    Context,
-    CoreMask,
-    InputRange,
-    Query,
-    TensorAttr,
-    format_name,
-)
+from headrace.npu.abi import CoreMask, InputRange, Query, TensorAttr, format_name
+from headrace.npu.librknnrt import Buffer, Context
 from headrace.npu.staging import Layout, Native
 
 

@@ -19,8 +19,9 @@ from headrace.errors import NpuCallError, NpuDeviceError, NpuError, NpuTimeoutEr
 from headrace.export.npu_text import FP16_MASK, NpuText, ort_run, text_logits
 from headrace.models.manifest import NPU_EMBEDDINGS, NPU_GRAPH, NPU_IO
 from headrace.models.npu_io import NativeTensor, kv_planes
+from headrace.npu.abi import TensorAttr
 from headrace.npu.backend import RknnBackend
-from headrace.npu.librknnrt import Buffer, Context, TensorAttr
+from headrace.npu.librknnrt import Buffer, Context
 from headrace.runtime.batch import F32, LaneRows, chain
 
 FAMILIES = ["llama", "qwen2", "qwen3", "gemma3"]

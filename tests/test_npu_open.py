@@ -21,8 +21,9 @@ from headrace.errors import (
 )
 from headrace.models.npu_io import NativeTensor, NpuFiles, NpuIo
 from headrace.npu import librknnrt
+from headrace.npu.abi import Flag
 from headrace.npu.backend import RknnBackend
-from headrace.npu.librknnrt import Buffer, Flag, Library
+from headrace.npu.librknnrt import Buffer, Library
 
 
 @pytest.fixture(scope="module")

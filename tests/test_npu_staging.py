@@ -18,7 +18,7 @@ from headrace.errors import NpuModelError
 from headrace.export.checkpoint import open_checkpoint
 from headrace.models.npu_io import NpuGeometry, kv_planes
 from headrace.models.vocab_map import VocabMap
-from headrace.npu.librknnrt import TensorAttr
+from headrace.npu.abi import TensorAttr
 from headrace.npu.staging import LaneMemory, Layout, Native, TailTable
 from headrace.runtime.backend import BackendFacts
 from headrace.runtime.batch import F32, LaneRows, chain
