@@ -15,6 +15,8 @@ from npu_bundles import with_npu
 from tiny_checkpoints import TINY
 from tiny_pairs import pair
 
+from headrace.models.manifest import NPU
+
 COMPILER = "aarch64-linux-gnu-gcc"
 NO_DOUBLE = double.missing(COMPILER)
 needs_double = pytest.mark.skipif(
@@ -89,13 +91,19 @@ def test_rknnlite_computes(with_library: Board, variants: tuple[int, ...], tmp_p
 
 
 @needs_double
-def test_a_draft_on_the_npu_changes_no_text(with_library: Board, bundle: Path) -> None:
+@pytest.mark.parametrize("transport", ["npu", "npu-lite"])
+def test_a_draft_on_the_npu_changes_no_text(
+    with_library: Board, bundle: Path, transport: str
+) -> None:
+    model = str(bundle / NPU)
+
     def answer(device: str) -> Any:
         flags = ("--raw", "--temperature", "1", "--seed", "4", "--max-tokens", "32", "--ignore-eos")
         more = ("--draft-device", device, "--speculate", "3", "--json")
-        return with_library("-m", "headrace", "run", bundle, "pump 3", *flags, *more).json()
+        command = ("-m", "headrace", "run", bundle, "pump 3", *flags, *more)
+        return with_library(*command, HEADRACE_DOUBLE_MODEL=model).json()
 
-    plain, found = answer("none"), answer("npu")
+    plain, found = answer("none"), answer(transport)
     assert len(plain["token_ids"]) == 32
     assert found["token_ids"] == plain["token_ids"]
     assert found["speculation"]["accepted"] > 0, found
