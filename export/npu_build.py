@@ -21,7 +21,14 @@ from headrace.export.report import Reporter
 from headrace.export.rknn import Toolkit
 from headrace.export.text import I64
 from headrace.models.manifest import NPU, NPU_GRAPH, NPU_IO
-from headrace.models.npu_io import NpuGeometry, NpuIo, geometry_for, npu_inputs
+from headrace.models.npu_io import (
+    DEFAULT_ROWS,
+    INT8_ROWS,
+    NpuGeometry,
+    NpuIo,
+    geometry_for,
+    npu_inputs,
+)
 from headrace.models.records import NpuRecord, NpuVariantRecord
 
 _COMPARED, _RANGED, _CALIBRATED = 3, 4, 8
@@ -60,7 +67,8 @@ class NpuJob:
                 f"{self.checkpoint.name}: a head of {config.head_dim} channels does not fill the "
                 "NPU's groups of 16; leave --platform out, or choose another draft"
             )
-        return geometry_for(config, self.options.ctx)
+        rows = INT8_ROWS if self.options.quant == "w8a8" else DEFAULT_ROWS
+        return geometry_for(config, self.options.ctx, rows)
 
     def passes(self, folder: Path, io: NpuIo) -> TextPasses:
         """The text through the graph in a bundle's folder."""

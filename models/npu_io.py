@@ -60,11 +60,15 @@ class NpuGeometry:
 
 
 DEFAULT_ROWS = (1, 4, 8, 32)
+INT8_ROWS = (1, 4, 8, 16)
+"""Of variants; the compiler leaves an int8 mask of 32 rows and 608 keys to the CPU (docs/npu.md)."""
 DEFAULT_CTX = 512
 _SINKS = _UNIT = _NODES = 32
 
 
-def geometry_for(config: ModelConfig, ctx: int | None = None) -> NpuGeometry:
+def geometry_for(
+    config: ModelConfig, ctx: int | None = None, rows: tuple[int, ...] = DEFAULT_ROWS
+) -> NpuGeometry:
     """Sizes with `ctx` slots of main inputs, unless set 512 or as many as the model needs or can
     have. Tail and unit are small: the tail is copied by the NPU and flushed by the CPU at every
     step, main once a unit (docs/npu.md). Raises UsageError.
@@ -82,7 +86,7 @@ def geometry_for(config: ModelConfig, ctx: int | None = None) -> NpuGeometry:
         raise UsageError(
             f"npu_ctx: got {ctx}, allowed are multiples of {_UNIT} from {least} to {most}"
         )
-    return NpuGeometry(_SINKS, ctx - _SINKS, _UNIT, _NODES, DEFAULT_ROWS)
+    return NpuGeometry(_SINKS, ctx - _SINKS, _UNIT, _NODES, rows)
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ def test_the_record_tells_what_was_proven(bundle: Bundle) -> None:
     assert bundle.draft is not None
     npu = bundle.draft.npu
     assert npu is not None and npu.platform == "rk3588"
-    assert [v.rows for v in npu.variants] == [1, 4, 8, 32]
+    assert [v.rows for v in npu.variants] == [1, 4, 8, 32 if npu.quant == "fp16" else 16]
     least = 0.9999 if npu.quant == "fp16" else 0.9
     for variant in npu.variants:
         assert variant.cosine > least and variant.operators > 0
