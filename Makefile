@@ -15,7 +15,7 @@ help:
 	@echo "make check     make lint, then make test"
 	@echo "make test-rknn compile drafts with Rockchip's toolkit and simulate them (625 MB)"
 	@echo "make test-arm  run the runtime on a board's CPU, emulated by qemu-user"
-	@echo "make mutate    whether the tests notice what is taken out of the NPU path (10 minutes)"
+	@echo "make mutate    whether the tests notice what is taken out of the NPU path (10 to 20 minutes)"
 	@echo "make oracle    compare with torch, transformers and optimum (large downloads)"
 	@echo "make fixtures  make the stored logits of tests/data anew"
 	@echo "make clean     remove environments and caches of this folder"
