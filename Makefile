@@ -6,7 +6,7 @@ ORACLE := .venv-oracle
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
 .NOTPARALLEL:
-.PHONY: help demo test lint check test-rknn test-arm oracle fixtures clean
+.PHONY: help demo test lint check mutate test-rknn test-arm oracle fixtures clean
 
 help:
 	@echo "make demo      export SmolLM2-135M, answer a question and digest a log with it"

@@ -32,7 +32,6 @@ class Query(enum.IntEnum):
     IN_OUT_NUM = 0
     INPUT_ATTR = 1
     SDK_VERSION = 5
-    MEM_SIZE = 6
     INPUT_DYNAMIC_RANGE = 13
     CURRENT_NATIVE_INPUT_ATTR = 16
     CURRENT_NATIVE_OUTPUT_ATTR = 17
@@ -137,19 +136,6 @@ class RunExtend(c.Structure):
     ]
 
 
-class MemSize(c.Structure):
-    """rknn_mem_size"""
-
-    _fields_ = [
-        ("total_weight_size", c.c_uint32),
-        ("total_internal_size", c.c_uint32),
-        ("total_dma_allocated_size", c.c_uint64),
-        ("total_sram_size", c.c_uint32),
-        ("free_sram_size", c.c_uint32),
-        ("reserved", c.c_uint32 * 10),
-    ]
-
-
 class InputRange(c.Structure):
     """rknn_input_range"""
 
@@ -164,7 +150,7 @@ class InputRange(c.Structure):
 
 
 _SIZES = {TensorAttr: 376, TensorMem: 40, InputOutputNum: 8, SdkVersion: 512, RunExtend: 24}
-_SIZES |= {MemSize: 64, InputRange: 33040}
+_SIZES[InputRange] = 33040
 _OFFSETS = {
     TensorAttr: {"dims": 8, "name": 72, "n_elems": 328, "fmt": 336, "zp": 352, "scale": 356},
     TensorMem: {"phys_addr": 8, "fd": 16, "size": 24, "priv_data": 32},

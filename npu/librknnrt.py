@@ -34,7 +34,6 @@ from headrace.npu.abi import (
     Flag,
     InputOutputNum,
     InputRange,
-    MemSize,
     Query,
     RunExtend,
     SdkVersion,
@@ -194,11 +193,6 @@ class Context(Closing):
                     "`headrace doctor` says how to get it"
                 )
         return found
-
-    def memory_size(self) -> MemSize:
-        size = MemSize()
-        self._query(Query.MEM_SIZE, size)
-        return size
 
     def counts(self) -> tuple[int, int]:
         """(inputs, outputs)."""

@@ -50,7 +50,6 @@ _DROPPED = "they are only let go; `_held` and the stack are what counts"
 HARMLESS = {
     "backend.py no call: self._lanes.clear()": _DROPPED,
     "backend.py no call: self._variants.clear()": _DROPPED,
-    "librknnrt.py no call: self._query(Query.MEM_SIZE, size)": "no draft asks for it",
     "passes.py comparison: error <= probe.tolerance": "no error is exactly as large",
     "passes.py comparison: w < len(ids) - past": "it cuts the probe in another way",
     "staging.py comparison: plane < most == -(-plane // 4) * 4": "as it is where both are alike",
