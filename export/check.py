@@ -13,6 +13,7 @@ import onnxruntime as ort
 
 from headrace.errors import ExportError
 from headrace.export.quantize import F32
+from headrace.export.session import cpu_session
 from headrace.models.config import ModelConfig
 from headrace.models.iospec import KV_DTYPES, SPARE_SLOTS, kv_names, present_names
 from headrace.models.records import Agreement, Parity
@@ -36,9 +37,7 @@ def limit(quant: str, kv: str) -> float:
 
 def run_graph(graph: Path, config: ModelConfig, kv: str, token_ids: npt.NDArray[np.int64]) -> F32:
     """Logits [T, V] of an exported target graph over one text, a few rows at a time."""
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
-    session = ort.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
+    session = cpu_session(graph)
     slots = len(token_ids) + SPARE_SLOTS
     shape = (1, config.num_kv_heads, slots, config.head_dim)
     arena = [

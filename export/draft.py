@@ -33,11 +33,8 @@ class Draft:
     kept: KeptTokens | None
 
     def reads(self, target_ids: I64) -> I64:
-        """The target's tokens as draft ids. A token that the draft does not have is replaced by
-        one that it has: this is for figures on a text, where hardly any is missing.
-        """
-        ids = self.vocab_map.to_draft[target_ids].astype(np.int64)
-        return np.where(ids == NO_TOKEN, ids.max(), ids)[: self.checkpoint.config.max_position]
+        """As much of a text of the target's tokens as the draft was trained to read."""
+        return self.vocab_map.read(target_ids)[: self.checkpoint.config.max_position]
 
     def columns(self, ids: I64) -> I64:
         """Draft ids as columns of its logits; -1 where the head has none."""

@@ -89,14 +89,14 @@ def export_npu(job: NpuJob, folder: Path, report: Reporter) -> NpuRecord:
     _check_parity(job, text)
     report.stage(f"draft for the NPU: compiling {len(geometry.rows)} variants")
     with Toolkit(report, folder.parent) as toolkit:
-        calibration = text.feeds(max(geometry.rows), _CALIBRATED)
+        is_quantised = job.options.quant == "w8a8"
         built = toolkit.build(
             folder / NPU_GRAPH,
             folder / NPU,
             {rows: npu_inputs(config, geometry, rows) for rows in geometry.rows},
             platform=job.options.platform,
             quant=job.options.quant,
-            calibration=calibration if job.options.quant == "w8a8" else (),
+            calibration=text.feeds(text.most_rows, _CALIBRATED) if is_quantised else (),
         )
         rknn_log.check_on_npu(built.variants)
         first = built.variants[min(geometry.rows)]

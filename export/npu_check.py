@@ -6,8 +6,6 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from headrace.errors import BundleError, UsageError
 from headrace.export import check
 from headrace.export.npu_draft import embeddings
@@ -19,7 +17,7 @@ from headrace.export.text import I64
 from headrace.models.manifest import NPU_GRAPH, NPU_GRAPH_DATA, NPU_IO, TARGET, Bundle
 from headrace.models.npu_io import NpuIo, npu_inputs
 from headrace.models.records import Agreement
-from headrace.models.vocab_map import NO_TOKEN, load_vocab_map
+from headrace.models.vocab_map import load_vocab_map
 
 _MIN_TOKENS, _CALIBRATED = 64, 8
 
@@ -59,10 +57,9 @@ def simulate(bundle: Bundle, token_ids: I64, report: Reporter) -> Simulation:
     target = check.run_graph(
         bundle.file(TARGET), bundle.manifest.config, bundle.manifest.kv, token_ids
     )
-    ids = vocab_map.to_draft[token_ids].astype(np.int64)
-    ids = np.where(ids == NO_TOKEN, ids.max(), ids)
     table = embeddings(bundle.path, draft.config)
-    text = TextPasses(draft.config, io, table, bundle.file(NPU_GRAPH), ids)
+    draft_ids = vocab_map.read(token_ids)
+    text = TextPasses(draft.config, io, table, bundle.file(NPU_GRAPH), draft_ids)
     report.stage("the draft by ONNX Runtime")
     by_ort = check.agreement(target, text.logits(text.run), vocab_map.to_target)
     report.stage("compiling the draft")

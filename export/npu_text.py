@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
-import onnxruntime as ort
 
 from headrace.export.quantize import F32
+from headrace.export.session import cpu_session
 from headrace.export.text import I64
 from headrace.models.config import ModelConfig
 from headrace.models.npu_io import NpuGeometry, NpuIo, is_kv, main_names, npu_inputs
@@ -128,9 +128,7 @@ class TextPasses:
 
 def ort_run(graph: Path) -> Run:
     """The graph by ONNX Runtime."""
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
-    session = ort.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
+    session = cpu_session(graph)
     names = [output.name for output in session.get_outputs()]
 
     def run(rows: int, feeds: Feeds) -> dict[str, F32]:

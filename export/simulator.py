@@ -7,21 +7,18 @@ without overflow; silicon may not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import onnx
-import onnxruntime as ort
 
+from headrace.export.npu_text import Feeds, ort_run
 from headrace.export.quantize import F32
 from headrace.export.rknn import Toolkit
-
-Feeds = Mapping[str, F32]
-Run = Callable[[int, Feeds], Mapping[str, F32]]
-"""Outputs of the variant with so many rows."""
+from headrace.export.session import cpu_session
 
 FP16_LIMIT = 65504.0
 LOGITS = "logits"
@@ -66,13 +63,9 @@ def compare(
 
     Raises RknnToolkitError.
     """
-    session = _session(graph)
-    names = [output.name for output in session.get_outputs()]
+    run = ort_run(graph)
     return {
-        rows: agreement(
-            (dict(zip(names, session.run(names, dict(feed)), strict=True)), toolkit.run(rows, feed))
-            for feed in of_rows
-        )
+        rows: agreement((run(rows, feed), toolkit.run(rows, feed)) for feed in of_rows)
         for rows, of_rows in feeds.items()
     }
 
@@ -113,7 +106,7 @@ def activations(graph: Path, feeds: Sequence[Feeds]) -> Activations:
     model.graph.output.extend(
         onnx.ValueInfoProto(name=name) for name in computed if name not in outputs
     )
-    session = _session(model.SerializeToString(), graph.parent)
+    session = cpu_session(model.SerializeToString(), graph.parent)
     floats = [o.name for o in session.get_outputs() if o.type == "tensor(float)"]
     largest: dict[str, float] = {}
     for feed in feeds:
@@ -135,16 +128,6 @@ def _computed(graph: onnx.GraphProto) -> Iterator[str]:
         if living.intersection(node.input):
             living.update(node.output)
             yield from (name for name in node.output if name)
-
-
-def _session(model: Path | bytes, folder: Path | None = None) -> ort.InferenceSession:
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
-    if folder is not None:
-        key = "session.model_external_initializers_file_folder_path"
-        options.add_session_config_entry(key, str(folder.absolute()))
-    source = model if isinstance(model, bytes) else str(model)
-    return ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
 
 
 def _raise(largest: dict[str, float], name: str, array: npt.NDArray[np.float32]) -> None:

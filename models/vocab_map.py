@@ -29,6 +29,13 @@ class VocabMap:
     to_draft: I32
     """[target's vocab_size] the draft id to feed for each target id."""
 
+    def read(self, target_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The target's tokens as draft ids. A token that the draft does not have is replaced by one
+        that it has: this is for figures on a text, where hardly any is missing.
+        """
+        ids = self.to_draft[target_ids].astype(np.int64)
+        return np.where(ids == NO_TOKEN, ids.max(), ids)
+
     def save(self, path: Path) -> None:
         np.savez_compressed(path, to_target=self.to_target, to_draft=self.to_draft)
 
