@@ -18,8 +18,9 @@ MAX_LEFT_SPREAD = 64 * 1024
 """Bytes between the least and the most that a segment of tracemalloc leaves."""
 
 MAX_PEAK_GROWTH = 64 * 1024
-"""Bytes from the highest peak of the first half of the segments to that of the second half. A single
-peak depends on how many answers sample in the same instant."""
+"""Bytes from the median peak of the first half of the segments to that of the second half. A single
+peak depends on how many answers sample in the same instant, and so does the highest of a half: what
+is lost with time raises the whole half."""
 
 RESAMPLES = 4000
 
@@ -91,7 +92,7 @@ class Trace:
     @property
     def peak_growth(self) -> int:
         half = len(self.peaks) // 2
-        return max(self.peaks[half:]) - max(self.peaks[:half])
+        return int(np.median(self.peaks[half:]) - np.median(self.peaks[:half]))
 
     @property
     def left_spread(self) -> int:
