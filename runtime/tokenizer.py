@@ -14,7 +14,7 @@ import tokenizers
 from headrace.errors import BundleError, TokenizerMismatchError, UsageError
 from headrace.models.pieces import Spelling, read_spelling
 from headrace.runtime import memory
-from headrace.runtime.chat_template import Shield, ShieldedStrings, render
+from headrace.models.chat_template import Shield, ShieldedStrings, render
 
 _RESERVED_ARGS = frozenset({"messages", "add_generation_prompt", "bos_token", "eos_token"})
 _NO_ARGS: Mapping[str, object] = MappingProxyType({})
