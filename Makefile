@@ -6,7 +6,7 @@ ORACLE := .venv-oracle
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
 .NOTPARALLEL:
-.PHONY: help demo test lint check mutate test-rknn test-arm oracle fixtures clean
+.PHONY: help demo test lint check mutate test-rknn test-train test-arm oracle fixtures clean
 
 help:
 	@echo "make demo      export SmolLM2-135M, answer a question and digest a log with it"
@@ -14,6 +14,7 @@ help:
 	@echo "make lint      ruff, format and types"
 	@echo "make check     make lint, then make test"
 	@echo "make test-rknn compile drafts with Rockchip's toolkit and simulate them (625 MB)"
+	@echo "make test-train train and resume small drafts with torch (large downloads)"
 	@echo "make test-arm  run the runtime on a board's CPU, emulated by qemu-user"
 	@echo "make mutate    whether the tests notice what is taken out of the NPU path (10 to 20 minutes)"
 	@echo "make oracle    compare with torch, transformers and optimum (large downloads)"
@@ -39,6 +40,9 @@ mutate: $(VENV)/.dev
 test-rknn: $(VENV)/.dev
 	$(VENV)/bin/headrace rknn-env
 	$(VENV)/bin/pytest -o addopts="--import-mode=importlib --strict-markers -ra" tests/rknn
+
+test-train: $(ORACLE)/.oracle
+	$(ORACLE)/bin/pytest -o addopts="--import-mode=importlib --strict-markers -ra" tests/train
 
 test-arm: $(VENV)/.dev
 	@$(VENV)/bin/python tests/aarch64/debian_tree.py

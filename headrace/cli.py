@@ -22,6 +22,7 @@ from headrace.errors import HeadraceError
 
 COMMANDS = {
     "export": "Make a bundle from a checkpoint.",
+    "distill": "Train a draft for a target.",
     "run": "Answer a prompt, or chat.",
     "inspect": "Show what is in a bundle or an ONNX file.",
     "plan": "Show what a model takes of the memory, before it is loaded.",

@@ -129,6 +129,7 @@ def requirements(listed: list[str]) -> set[str]:
 
 BASE = requirements(project()["project"]["dependencies"])
 EXPORT = requirements(project()["project"]["optional-dependencies"]["export"])
+TRAIN = requirements(project()["project"]["optional-dependencies"]["train"])
 PLOTS = requirements(project()["project"]["optional-dependencies"]["bench"])
 OWN_PLACE = {"npu/lite.py": {"rknnlite"}, "export/rknn_worker.py": {"rknn"}}
 """Rockchip's packages: one is the board's, the other in an environment of its own."""
@@ -145,6 +146,7 @@ def test_third_parties_are_declared() -> None:
             in_command = stage_of(package) == "headrace" and not found.at_start
             allowed = BASE | EXPORT if stage_of(package) == "export" or in_command else BASE
             allowed = allowed | PLOTS if in_command else allowed
+            allowed = allowed | TRAIN if package == "headrace.export.distill" else allowed
             allowed = allowed | OWN_PLACE.get(path.relative_to(ROOT).as_posix(), set())
             if name not in allowed:
                 wrong.append(str(found))

@@ -155,7 +155,7 @@ def command(
     with export_libraries():
         from headrace.export.build import export
 
-        with _one_interrupt(), reporter() as report:
+        with one_interrupt(), reporter() as report:
             manifest = export(source, output, ExportOptions(**options, draft=made_of), report)
     seconds = time.monotonic() - started
     print_facts(
@@ -207,7 +207,7 @@ def export_libraries() -> Iterator[None]:
 
 
 @contextmanager
-def _one_interrupt() -> Iterator[None]:
+def one_interrupt() -> Iterator[None]:
     """Ctrl-C ends the work; an impatient second one must not cut the cleaning up short."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:

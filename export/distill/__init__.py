@@ -1,0 +1,1 @@
+"""A draft distilled from its target: texts, the target's distributions over them, and the training."""

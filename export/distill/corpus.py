@@ -1,0 +1,118 @@
+"""The user's texts, read in windows of tokens: a file may be far larger than memory."""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from headrace.errors import UsageError
+from headrace.export.text import I64, Text
+
+_CHUNK = 1 << 22
+_BYTES_PER_TOKEN = 8
+"""More than texts have, so that one reading is mostly enough for a window."""
+_LONGEST_LINE = 1 << 16
+
+
+@dataclass(frozen=True)
+class CorpusFile:
+    """A readable UTF-8 text."""
+
+    path: Path
+    size: int
+    sha256: str
+
+    @classmethod
+    def check(cls, path: Path) -> CorpusFile:
+        """Reads all of it once, a part at a time; raises UsageError."""
+        digest, decoder, size = hashlib.sha256(), codecs.getincrementaldecoder("utf-8")(), 0
+        has_text = False
+        try:
+            with path.open("rb") as file:
+                while chunk := file.read(_CHUNK):
+                    digest.update(chunk)
+                    has_text = bool(decoder.decode(chunk).strip()) or has_text
+                    size += len(chunk)
+                decoder.decode(b"", final=True)
+        except UnicodeDecodeError as error:
+            kept = len(error.object) - len(chunk)  # of the chunk before
+            place = size - kept + error.start
+            raise UsageError(
+                f"corpus: {path} is not UTF-8 text (byte {place:,}); convert it, e.g. with "
+                "iconv -f latin1 -t utf8"
+            ) from error
+        except OSError as error:
+            raise UsageError(f"corpus: {path} cannot be read: {error.strerror}") from error
+        if not has_text:
+            raise UsageError(f"corpus: {path} is empty; give a text like those in service")
+        return cls(path, size, digest.hexdigest())
+
+    def windows(self, text: Text, count: int, length: int, seed: int) -> I64:
+        """[count, length] token ids from places spread evenly over the file, each from a line's
+        start where it can be. A file that is shorter than a window is read again from its start.
+        """
+        random = np.random.default_rng(seed)
+        span = min(self.size, length * _BYTES_PER_TOKEN)
+        offsets = (np.arange(count) + random.random(count)) / max(1, count) * (self.size - span)
+        with self.path.open("rb") as file:
+            rows = [self._window(file, text, int(offset), length) for offset in offsets]
+        return np.array(rows, np.int64).reshape(count, length)
+
+    def _window(self, file: BinaryIO, text: Text, offset: int, length: int) -> list[int]:
+        ids: list[int] = []
+        start = _line_start(file, offset)
+        while len(ids) < length:
+            file.seek(start)
+            piece = file.read(length * _BYTES_PER_TOKEN)
+            start += len(piece)
+            if not piece:
+                start = 0
+                continue
+            found = text.pieces(piece.decode("utf-8", errors="ignore"))
+            # a piece's end may be in the middle of a token: what follows is read elsewhere
+            ids += found if start >= self.size or len(found) < 2 else found[:-1]
+        return ids[:length]
+
+
+def _line_start(file: BinaryIO, offset: int) -> int:
+    """The first line that begins at or behind a place; the place itself in an endless line."""
+    if not offset:
+        return 0
+    file.seek(offset - 1)
+    rest = file.readline(_LONGEST_LINE)
+    return offset - 1 + len(rest) if rest.endswith(b"\n") else offset
+
+
+def shares(sizes: Sequence[int], count: int, window_bytes: int) -> list[int]:
+    """How many of `count` windows each file gives: as many as others, but none beyond its size.
+
+    What small files cannot give goes to the large ones; if all are too small, windows overlap.
+    """
+    limits = [max(1, size // window_bytes) for size in sizes]
+    given = [0] * len(sizes)
+    left = count
+    while left and any(g < limit for g, limit in zip(given, limits, strict=True)):
+        open_files = [i for i, limit in enumerate(limits) if given[i] < limit]
+        for i in open_files[:left]:
+            part = min(limits[i] - given[i], max(1, left // len(open_files)))
+            given[i] += min(part, left)
+            left -= min(part, left)
+    for i in range(left):
+        given[i % len(given)] += 1
+    return given
+
+
+def read_windows(
+    files: Sequence[CorpusFile], text: Text, count: int, length: int, seed: int
+) -> Iterator[I64]:
+    """Windows [n, length] of all files, in the files' order."""
+    window_bytes = length * _BYTES_PER_TOKEN // 2
+    for number, share in enumerate(shares([f.size for f in files], count, window_bytes)):
+        if share:
+            yield files[number].windows(text, share, length, seed + number)

@@ -1,0 +1,85 @@
+"""What the target says at each token of a text: the student learns from this and nothing else.
+
+Of each distribution the most likely tokens are kept; the rest is one number, their remainder.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import safetensors
+import torch
+from safetensors.numpy import save_file
+from torch import Tensor
+
+from headrace.export.distill.decoder import Decoder
+
+NUM_TOP = 32
+
+_ROWS_AT_ONCE = 1024
+"""Of logits [rows, V], which are 200 MB then for a vocabulary of 49,152."""
+
+
+@dataclass(frozen=True, eq=False)
+class Labelled:
+    """Texts of one length with the target's word on each token of theirs."""
+
+    ids: npt.NDArray[np.int32]
+    """[N, T]"""
+    top_ids: npt.NDArray[np.int32]
+    """[N, T, NUM_TOP], the most likely next tokens, best first."""
+    top_log_probs: npt.NDArray[np.float16]
+    """[N, T, NUM_TOP]"""
+
+    @classmethod
+    def join(cls, parts: list[Labelled]) -> Labelled:
+        fields = [each.name for each in dataclasses.fields(cls)]
+        return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in fields))
+
+    def save(self, path: Path) -> None:
+        """Whole or absent: what is interrupted leaves no file of this name."""
+        partial = path.with_suffix(".partial")
+        save_file(vars(self), partial)
+        partial.replace(path)
+
+
+class Shelf:
+    """Labelled texts in files, of which one row at a time is read."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        self._files: list[Any] = [safetensors.safe_open(path, framework="numpy") for path in paths]
+        sizes = [file.get_slice("ids").get_shape()[0] for file in self._files]
+        self._places = [(i, row) for i, size in enumerate(sizes) for row in range(size)]
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def take(self, numbers: list[int]) -> Labelled:
+        return Labelled.join([self._row(*self._places[number]) for number in numbers])
+
+    def _row(self, file: int, row: int) -> Labelled:
+        names = [each.name for each in dataclasses.fields(Labelled)]
+        return Labelled(*(self._files[file].get_slice(name)[row : row + 1] for name in names))
+
+
+@torch.no_grad()
+def best(hidden: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
+    """The most likely tokens and their log-probabilities, each [rows, NUM_TOP], by hidden [rows, D]."""
+    parts = []
+    for rows in hidden.split(_ROWS_AT_ONCE):
+        log_probs = torch.log_softmax(rows @ head.T, dim=-1)  # [rows, V]
+        parts.append(log_probs.topk(min(NUM_TOP, len(head)), dim=-1))
+    return torch.cat([part.indices for part in parts]), torch.cat([part.values for part in parts])
+
+
+@torch.no_grad()
+def label(model: Decoder, head: Tensor, ids: npt.NDArray[np.int64]) -> Labelled:
+    """Texts [N, T] as the target reads them. `head` is [V, D]."""
+    top = best(model(torch.from_numpy(ids)).flatten(0, 1), head)
+    tokens, values = (part.numpy().reshape(*ids.shape, -1) for part in top)
+    return Labelled(ids.astype(np.int32), tokens.astype(np.int32), values.astype(np.float16))

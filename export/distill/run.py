@@ -1,0 +1,272 @@
+"""One `headrace distill`: texts, the student, its training, the folder; each can be interrupted."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import headrace
+from headrace.errors import SourceError, UsageError
+from headrace.export.checkpoint import open_checkpoint
+from headrace.export.distill.card import write_card
+from headrace.export.distill.corpus import CorpusFile
+from headrace.export.distill.labels import Shelf, label
+from headrace.export.distill.options import (
+    DEFAULT_LAYERS,
+    DEFAULT_MINUTES,
+    EPOCHS,
+    WINDOW,
+    DistillOptions,
+    Plan,
+)
+from headrace.export.distill.student import (
+    Batch,
+    Head,
+    Target,
+    choose_layers,
+    divergence,
+    layer_choices,
+    trained_weights,
+)
+from headrace.export.distill.texts import BuiltInCorpus, Library, Source, UserCorpus
+from headrace.export.distill.training import BATCH, Progress, Trainer
+from headrace.export.distilled import DraftWeights, write_draft
+from headrace.export.distilled_note import identity
+from headrace.export.report import Reporter
+from headrace.export.text import Text
+from headrace.export.vocab_trim import KeptTokens, most_frequent
+from headrace.export.whole import whole_or_absent
+
+_CHOICE_BATCHES = 2
+_HELD_OUT = 32
+"""One of so many texts is not learned from."""
+_LEAST_HELD_OUT, _MOST_HELD_OUT = 2, 24
+_COUNTS = 1e4
+"""Expected counts of tokens are fractions; this makes whole numbers of them."""
+
+
+@dataclass(frozen=True, eq=False)
+class Distilled:
+    """What came of it."""
+
+    layers: tuple[int, ...]
+    log: list[Progress]
+    coverage: float
+    """Share of what the target expects in the texts that the head can propose."""
+    peak_bytes: int
+
+
+def distill(
+    source: str,
+    out: Path,
+    options: DistillOptions,
+    report: Reporter,
+    tell: Callable[[Progress, Plan], None] = lambda progress, plan: None,
+) -> Distilled:
+    """Trains a draft for the target `source` and writes the folder `out`.
+
+    Whatever interrupts it leaves `out` absent and `work_folder(out)` as it is, from which
+    `options.resume` goes on to the same weights, bit for bit.
+
+    Raises:
+        SourceError: the target cannot be read.
+        UsageError: an option is out of range, a corpus cannot be used, or `out` exists.
+        StorageError: `out` cannot be written.
+    """
+    options.check()
+    if out.exists():
+        raise UsageError(f"{out}: exists already; choose another name or remove it")
+    work = work_folder(out)
+    if options.resume and not (work / "plan.json").is_file():
+        raise UsageError(f"resume: there is no interrupted run of {out}; leave it out to begin one")
+    if work.exists() and not options.resume:
+        raise UsageError(f"{work}: an interrupted run; go on with --resume, or remove it")
+    return _Run(source, out, options, report, tell).run()
+
+
+def work_folder(out: Path) -> Path:
+    """Where an unfinished run lies."""
+    return out.with_name(f"{out.name}.unfinished")
+
+
+class _Run:
+    def __init__(
+        self,
+        source: str,
+        out: Path,
+        options: DistillOptions,
+        report: Reporter,
+        tell: Callable[[Progress, Plan], None],
+    ) -> None:
+        self.options, self.out, self.work = options, out, work_folder(out)
+        self.report, self.tell = report, tell
+        report.stage(f"reading {source}")
+        checkpoint = open_checkpoint(source)
+        self.text = Text.of(checkpoint)
+        self.files = [CorpusFile.check(path.resolve()) for path in options.corpus]
+        self.target = Target.load(checkpoint)
+        self.identity = identity(checkpoint, self.text)
+
+    def run(self) -> Distilled:
+        plan = self.resumed() if self.options.resume else self.begun()
+        torch.set_num_threads(plan.threads)
+        library = Library(
+            self.work / "texts",
+            self.target,
+            self.text,
+            self.source(),
+            length=plan.length,
+            seed=plan.seed,
+        )
+        shelf = library.fill(plan.num_texts + plan.num_held_out, self.report)
+        learned, held_out = _split(len(shelf), plan.num_held_out)
+        batches = [Batch.of(shelf.take([number])) for number in held_out]
+        kept = self.kept(plan, shelf, learned)
+        head = Head.of(self.target.head, None if kept is None else kept.ids)
+        self.report.stage("choosing the layers to begin with")
+        layers = choose_layers(self.target, plan.layers, batches[:_CHOICE_BATCHES])
+        trainer = Trainer(
+            self.target.student(layers),
+            head,
+            shelf,
+            learned,
+            batches,
+            steps=plan.steps,
+            seed=plan.seed,
+        )
+        self.train(trainer, plan)
+        done = Distilled(layers, trainer.log, 1.0 if kept is None else kept.coverage, _peak_bytes())
+        self.write(trainer, plan, kept, done)
+        return done
+
+    def source(self) -> Source:
+        return UserCorpus(self.files, self.text) if self.files else BuiltInCorpus(self.text)
+
+    def resumed(self) -> Plan:
+        plan = Plan.load(self.work / "plan.json")
+        plan.check_resumed(self.options, self.identity)
+        self.files = [CorpusFile.check(Path(path)) for path in plan.corpus]
+        for file in self.files:
+            if file.sha256 != plan.corpus[str(file.path)]:
+                raise UsageError(f"resume: {file.path} has changed since the run began")
+        return plan
+
+    def begun(self) -> Plan:
+        options, config = self.options, self.target.checkpoint.config
+        length = min(WINDOW, config.max_position)
+        layers = options.layers or DEFAULT_LAYERS
+        next(layer_choices(config.num_layers, layers))  # raises before anything is computed
+        if options.vocab_keep is not None:
+            most_frequent(self.text, np.zeros(config.vocab_size, np.int64), options.vocab_keep)
+        threads = torch.get_num_threads()
+        tokens = options.tokens
+        if tokens is None:
+            tokens = self.affordable(60 * (options.minutes or DEFAULT_MINUTES), layers, length)
+        steps = max(1, round(tokens / (BATCH * length)))
+        num_texts = -(-steps * BATCH // EPOCHS)
+        plan = Plan(
+            target=self.identity,
+            corpus={str(file.path): file.sha256 for file in self.files},
+            layers=layers,
+            vocab_keep=options.vocab_keep,
+            length=length,
+            num_texts=num_texts,
+            num_held_out=min(_MOST_HELD_OUT, max(_LEAST_HELD_OUT, num_texts // _HELD_OUT)),
+            steps=steps,
+            seed=options.seed or 0,
+            storage=options.storage or "f16",
+            threads=threads,
+            torch=torch.__version__,
+        )
+        self.work.mkdir(parents=True)
+        plan.save(self.work / "plan.json")
+        return plan
+
+    def affordable(self, seconds: float, layers: int, length: int) -> int:
+        """Tokens to train on in this time, by the speed of this machine now."""
+        self.report.stage("measuring this machine's speed")
+        ids = self.source().windows(BATCH, length, seed=0)
+        label_s = _seconds(lambda: label(self.target.model, self.target.head, ids))
+        batch = Batch.of(label(self.target.model, self.target.head, ids))
+        kept = None if self.options.vocab_keep is None else np.arange(self.options.vocab_keep)
+        head = Head.of(self.target.head, kept)
+        choice = next(layer_choices(self.target.checkpoint.config.num_layers, layers))
+        student = self.target.student(choice)
+        step_s = _seconds(lambda: divergence(student, head, batch).backward())
+        return int(seconds / (step_s + label_s / EPOCHS) * ids.size)
+
+    def kept(self, plan: Plan, shelf: Shelf, learned: list[int]) -> KeptTokens | None:
+        """The tokens that the target expects most in the texts."""
+        if plan.vocab_keep is None:
+            return None
+        counts = np.zeros(len(self.target.head))
+        for number in learned:
+            texts = shelf.take([number])
+            expected = np.exp(texts.top_log_probs.astype(np.float64))
+            np.add.at(counts, texts.top_ids.reshape(-1), expected.reshape(-1))
+        return most_frequent(self.text, (counts * _COUNTS).astype(np.int64), plan.vocab_keep)
+
+    def train(self, trainer: Trainer, plan: Plan) -> None:
+        path = self.work / "training.pt"
+        if path.is_file():
+            try:
+                trainer.resume(path)
+            except Exception as error:  # what a damaged file makes of torch's reader is open
+                raise SourceError(f"{path}: damaged ({error}); remove it to train anew") from error
+        self.report.stage("training", plan.steps)
+        for _ in range(trainer.step):
+            self.report.advance()
+        trainer.run(path, lambda progress: self.tell(progress, plan), self.report.advance)
+
+    def write(self, trainer: Trainer, plan: Plan, kept: KeptTokens | None, done: Distilled) -> None:
+        self.report.stage(f"writing {self.out}")
+        training = {
+            "created_by": f"headrace {headrace.__version__}",
+            "torch": plan.torch,
+            "texts": plan.num_texts,
+            "tokens": plan.num_texts * plan.length,
+            "steps": plan.steps,
+            "trained_tokens": plan.steps * BATCH * plan.length,
+            "corpus": {Path(path).name: sha for path, sha in plan.corpus.items()},
+            "coverage": done.coverage,
+            "peak_bytes": done.peak_bytes,
+            "seed": plan.seed,
+            "log": [asdict(line) for line in done.log],
+        }
+        weights = DraftWeights(
+            self.target.checkpoint,
+            self.text,
+            done.layers,
+            trained_weights(trainer.student),
+            None if kept is None else kept.ids,
+            training,
+        )
+        with whole_or_absent(self.out) as folder:
+            write_draft(folder, weights, plan.storage)
+            write_card(folder, self.target.checkpoint.name, plan, done)
+        shutil.rmtree(self.work)
+
+
+def _split(num_texts: int, num_held_out: int) -> tuple[list[int], list[int]]:
+    """Which texts are learned from, and which are not: the latter evenly among all."""
+    held_out = [int(place) for place in np.linspace(0, num_texts - 1, num_held_out)]
+    return sorted(set(range(num_texts)) - set(held_out)), held_out
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    """Of the second of two times: the first one finds the memory."""
+    work()
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def _peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,161 @@
+"""The student: which of the target's layers it starts from, its head, and what it learns from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.errors import UsageError
+from headrace.export.calibrate import FloatWeights
+from headrace.export.checkpoint import Checkpoint
+from headrace.export.distill.decoder import EMBEDDING, HEAD, Decoder
+from headrace.export.distill.labels import Labelled
+from headrace.export.quantize import F32
+from headrace.export.reduced import ReducedCheckpoint
+from headrace.export.text import I64
+
+_LEAST = 1e-6
+"""Of a remainder's probability: where a few tokens hold all of it, its logarithm is noise."""
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """The model that is learned from, in memory."""
+
+    checkpoint: Checkpoint
+    model: Decoder
+    embedding: Tensor
+    """[V, D]"""
+    head: Tensor
+    """[V, D]; the embedding itself where they are tied."""
+
+    @classmethod
+    def load(cls, checkpoint: Checkpoint) -> Target:
+        weights = FloatWeights(checkpoint)
+        embedding = torch.from_numpy(np.ascontiguousarray(weights[EMBEDDING]))
+        head = embedding
+        if not checkpoint.config.tied_head:
+            head = torch.from_numpy(np.ascontiguousarray(weights[HEAD]))
+        model = Decoder(checkpoint.config, weights, embedding)
+        model.requires_grad_(False)
+        return cls(checkpoint, model, embedding, head)
+
+    def student(self, layers: tuple[int, ...]) -> Decoder:
+        """A smaller decoder that begins as these layers of the target's."""
+        reduced = ReducedCheckpoint(self.checkpoint, layers, None)
+        return Decoder(reduced.config, FloatWeights(reduced), self.embedding)
+
+
+@dataclass(frozen=True, eq=False)
+class Head:
+    """The rows of the target's head that a student can propose."""
+
+    rows: Tensor
+    """[K, D]"""
+    ids: Tensor
+    """[K], their tokens."""
+    columns: Tensor
+    """[V], the row of each token; -1 for those left out."""
+
+    @classmethod
+    def of(cls, whole: Tensor, kept: I64 | None) -> Head:
+        ids = torch.arange(len(whole)) if kept is None else torch.from_numpy(kept)
+        columns = torch.full((len(whole),), -1)
+        columns[ids] = torch.arange(len(ids))
+        return cls(whole if kept is None else whole[ids].contiguous(), ids, columns)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Labelled texts as tensors."""
+
+    ids: Tensor
+    """[B, T]"""
+    top_ids: Tensor
+    """[B * T, k]"""
+    log_probs: Tensor
+    """[B * T, k]"""
+
+    @classmethod
+    def of(cls, texts: Labelled) -> Batch:
+        ids, top_ids = (torch.from_numpy(part).long() for part in (texts.ids, texts.top_ids))
+        log_probs = torch.from_numpy(texts.top_log_probs).float()
+        return cls(ids, top_ids.flatten(0, 1), log_probs.flatten(0, 1))
+
+
+def divergence(student: Decoder, head: Head, batch: Batch) -> Tensor:
+    """Mean KL divergence of the student from the target, in nats a token.
+
+    The target's most likely tokens count one by one, all others together as one. Those that the
+    head has left out count as if the target did not have them either, and a token of the text as
+    much as the rest of its distribution: what cannot be proposed is not learned.
+    """
+    log_q = torch.log_softmax(student(batch.ids).flatten(0, 1) @ head.rows.T, dim=-1)  # [B * T, K]
+    columns = head.columns[batch.top_ids]  # [B * T, k]
+    known = columns >= 0
+    p = batch.log_probs.exp()
+    there = (1 - (p * ~known).sum(-1)).clamp(min=_LEAST)  # [B * T], what can be proposed
+    p = p * known
+    ours = log_q.gather(-1, columns.clamp(min=0))
+    apart = (p * (batch.log_probs - there.log()[:, None] - ours)).sum(-1)
+    rest_p = (there - p.sum(-1)).clamp(min=_LEAST)
+    rest_q = (1 - (ours.exp() * known).sum(-1)).clamp(min=_LEAST)
+    return (apart + rest_p * (rest_p.log() - there.log() - rest_q.log())).mean()
+
+
+@dataclass(frozen=True)
+class Likeness:
+    """How alike two models' distributions are, as means over tokens."""
+
+    overlap: float
+    """Sum of the smaller probabilities: what a drawn proposal is accepted with (Leviathan et al.,
+    2023)."""
+    top1: float
+    """Share of tokens where both have the same most likely one: what a greedy proposal is accepted
+    with."""
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, student: Decoder, head: Head, batches: list[Batch]) -> Likeness:
+        overlap = same = 0.0
+        for batch in batches:
+            log_q = torch.log_softmax(student(batch.ids).flatten(0, 1) @ head.rows.T, dim=-1)
+            columns = head.columns[batch.top_ids]
+            q = log_q.gather(-1, columns.clamp(min=0)).exp() * (columns >= 0)
+            overlap += float(torch.minimum(batch.log_probs.exp(), q).sum(-1).mean())
+            same += float((head.ids[log_q.argmax(-1)] == batch.top_ids[:, 0]).float().mean())
+        return cls(overlap / len(batches), same / len(batches))
+
+
+def layer_choices(num_layers: int, wanted: int) -> Iterator[tuple[int, ...]]:
+    """Ways to take `wanted` of the target's layers, in their order; raises UsageError.
+
+    Evenly spaced, with or without the last; and the first ones with the last.
+    """
+    if not 1 <= wanted <= num_layers:
+        raise UsageError(f"layers: got {wanted}, allowed are 1 to {num_layers} for this target")
+    spaced = np.linspace(0, num_layers - 1, wanted)
+    middles = (np.arange(wanted) + 0.5) * num_layers / wanted
+    firsts = (*range(wanted - 1), num_layers - 1)
+    choices = [spaced.round().astype(int).tolist(), middles.astype(int).tolist(), firsts]
+    yield from dict.fromkeys(tuple(map(int, choice)) for choice in choices)
+
+
+def choose_layers(target: Target, wanted: int, batches: list[Batch]) -> tuple[int, ...]:
+    """The choice of least divergence before any training."""
+    head = Head.of(target.head, None)
+
+    @torch.no_grad()
+    def loss(layers: tuple[int, ...]) -> float:
+        student = target.student(layers)
+        return sum(float(divergence(student, head, batch)) for batch in batches)
+
+    return min(layer_choices(target.checkpoint.config.num_layers, wanted), key=loss)
+
+
+def trained_weights(student: Decoder) -> Mapping[str, F32]:
+    return {name: p.detach().numpy() for name, p in student.by_name().items()}
