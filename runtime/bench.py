@@ -1,15 +1,17 @@
 """The benchmark of speculation: the same model on the same prompts, with proposals and without.
 
-Three ways to decode take turns in one process, so that each round's ratios are of one machine in
-one mood: `speculated` as the model was loaded; `padded`, one exact row a pass; and `plain`, one
-unpadded row a pass, which is the fastest that there is without proposals. A ratio is one of decode
-speeds, a prompt's is the median over rounds, a workload's the geometric mean over prompts.
+The ways to decode take turns in one process, so that each round's ratios are of one machine in one
+mood: `speculated` as the model was loaded; `lookups`, the same without its draft; `padded`, one exact
+row a pass; and `plain`, one unpadded row a pass, which is the fastest that there is without
+proposals. A ratio is one of decode speeds, a prompt's is the median over rounds, a workload's the
+geometric mean over prompts.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from statistics import fmean, geometric_mean, median
@@ -66,6 +68,8 @@ class Figures:
     """Over `plain`."""
     speedup_over_padded: float | None
     """None unless the model runs as exact."""
+    speedup_over_lookups: float | None
+    """What the draft adds; None unless it is asked beside the look-ups."""
     allowed_speedup: float | None
     """What the costs of the passes alone would give for what was proposed and accepted, with a
     free host; None unless all proposals are chains."""
@@ -78,6 +82,7 @@ class Figures:
     """Share of different ones in the speculated answers: a text that loops flatters look-ups."""
     plain_tokens_per_s: float
     padded_tokens_per_s: float | None
+    lookups_tokens_per_s: float | None
     speculated_tokens_per_s: float
     passes: int
     proposed: int
@@ -111,7 +116,26 @@ class Bench:
         }
         if self._is_exact:
             self._arms["padded"] = {"speculate": "off"}
+        # What is accepted of look-ups is another share where a draft proposes the rest of the
+        # tokens, and an arm that knew what another one learned of the same text would foresee it.
+        self._without_draft = replace(shared, pace=self._forgetful_pace(), drafter=None)
+        if self._asks_both():
+            self._arms["lookups"] = {"sources": "lookup"}
         self._runs: dict[tuple[str, int, str], list[Run]] = {}
+
+    def _asks_both(self) -> bool:
+        """Whether look-ups and a draft propose."""
+        drafter = self._shared.drafter
+        prompts = chain.from_iterable(workload.prompts for workload in self._workloads)
+        return (
+            drafter is not None
+            and drafter.broken is None
+            and all(prompt.params.sources == "all" for prompt in prompts)
+        )
+
+    def _forgetful_pace(self) -> Pace:
+        """One that knows what passes cost, and nothing of what was accepted."""
+        return Pace(PassCosts(dict(enumerate(self._shared.pace.costs().tolist(), 1))))
 
     def num_steps(self, rounds: int) -> int:
         """How often `step` of `run` is called."""
@@ -122,6 +146,7 @@ class Bench:
         it is when a model has work of one kind, but not twice in a row the same.
 
         Raises ExactnessError where the texts of exact decoding with and without proposals differ.
+        Nobody else may use the model meanwhile.
         """
         for workload in self._workloads:
             for number in range(rounds + 1):
@@ -136,24 +161,33 @@ class Bench:
         arms = list(self._arms)
         first = turn % len(arms)
         runs = {arm: self._answer(prompt, arm) for arm in (*arms[first:], *arms[:first])}
-        if self._is_exact:
-            a, b = (runs[arm].completion.token_ids for arm in ("speculated", "padded"))
-            if a != b:
-                at = next(i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)
-                raise ExactnessError(
-                    f"{name}, prompt {index + 1}: the texts with and without speculation differ "
-                    f"from token {at + 1} on; run with --exactness tree, and report this"
-                )
+        for arm in ("speculated", "lookups"):
+            if self._is_exact and arm in runs:
+                a, b = (runs[one].completion.token_ids for one in (arm, "padded"))
+                _require_same(a, b, f"{name}, prompt {index + 1}")
         return runs
 
     def _answer(self, prompt: Prompt, arm: str) -> Run:
         params = replace(prompt.params, **self._arms[arm])
         backend, passes_s = self._llm.backend, 0.0
-        with self._llm.generate(prompt.token_ids, params, stream=True) as answer:
+        with (
+            self._speculating(arm),
+            self._llm.generate(prompt.token_ids, params, stream=True) as answer,
+        ):
             for i, _ in enumerate(answer):
                 if not i:
                     passes_s = backend.seconds_in_passes
         return Run(answer.completion, backend.seconds_in_passes - passes_s)
+
+    @contextmanager
+    def _speculating(self, arm: str) -> Iterator[None]:
+        """With the arm's own memory of what was accepted."""
+        engine = self._llm.engine
+        engine.speculation = self._without_draft if arm == "lookups" else self._shared
+        try:
+            yield
+        finally:
+            engine.speculation = self._shared
 
     def _figures(self, workload: Workload) -> Figures:
         name, prompts = workload.name, range(len(workload.prompts))
@@ -162,15 +196,14 @@ class Bench:
         plain = list(chain.from_iterable(arms["plain"]))
         num_passes = sum(run.num_passes for run in speculated)
         waited_s = sum(_counts(run).draft_wait_s for run in speculated)
-        padded = arms.get("padded")
+        padded, lookups = arms.get("padded"), arms.get("lookups")
         return Figures(
             workload=name,
             prompts=len(prompts),
             prompt_tokens=fmean(len(prompt.token_ids) for prompt in workload.prompts),
-            speedup=geometric_mean(_ratios(arms["speculated"], arms["plain"])),
-            speedup_over_padded=(
-                geometric_mean(_ratios(arms["speculated"], padded)) if padded else None
-            ),
+            speedup=_speedup(arms["speculated"], arms["plain"]),
+            speedup_over_padded=_speedup(arms["speculated"], padded) if padded else None,
+            speedup_over_lookups=_speedup(arms["speculated"], lookups) if lookups else None,
             allowed_speedup=self._allowed(speculated) if self._is_exact else None,
             speedups=tuple(_ratios(arms["speculated"], arms["plain"])),
             tokens_per_pass=sum(len(run.completion.token_ids) for run in speculated)
@@ -179,6 +212,7 @@ class Bench:
             distinct_4grams=fmean(distinct_4grams(run.completion.token_ids) for run in speculated),
             plain_tokens_per_s=_speed(arms["plain"]),
             padded_tokens_per_s=_speed(padded) if padded else None,
+            lookups_tokens_per_s=_speed(lookups) if lookups else None,
             speculated_tokens_per_s=_speed(arms["speculated"]),
             passes=sum(_counts(run).passes for run in speculated),
             proposed=sum(_counts(run).proposed for run in speculated),
@@ -206,10 +240,7 @@ class Bench:
 
     def _teacher_forced(self, workload: Workload) -> float:
         """Tokens per pass of look-ups in the given texts, by a pace that knows nothing yet."""
-        costs = dict(enumerate(self._shared.pace.costs().tolist(), 1))
-        fresh = replace(
-            self._shared, pace=Pace(PassCosts(costs)), recent=SharedIndex(), drafter=None
-        )
+        fresh = replace(self._without_draft, pace=self._forgetful_pace(), recent=SharedIndex())
         given = [prompt for prompt in workload.prompts if prompt.given]
         num_passes = sum(self._passes_of(prompt, fresh) for prompt in given)
         return sum(len(prompt.given) for prompt in given) / num_passes
@@ -262,6 +293,15 @@ def lengths(counts: SpeculationCounts) -> Counter[int]:
     return Counter({n: reached[n] - reached[n + 1] for n in reached if reached[n]})
 
 
+def _require_same(a: Sequence[int], b: Sequence[int], where: str) -> None:
+    if a != b:
+        at = next(i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)
+        raise ExactnessError(
+            f"{where}: the texts with and without speculation differ from token {at + 1} on; run "
+            "with --exactness tree, and report this"
+        )
+
+
 def _counts(run: Run) -> SpeculationCounts:
     counts = run.completion.speculation
     assert counts is not None, "it was loaded with speculation"
@@ -274,6 +314,10 @@ def _by_source(runs: Sequence[Run], what: str) -> dict[str, int]:
         for source, found in _counts(run).sources.items():
             sums[source] += sum(getattr(found, what))
     return dict(sums)
+
+
+def _speedup(ours: Sequence[Sequence[Run]], others: Sequence[Sequence[Run]]) -> float:
+    return geometric_mean(_ratios(ours, others))
 
 
 def _ratios(ours: Sequence[Sequence[Run]], others: Sequence[Sequence[Run]]) -> list[float]:

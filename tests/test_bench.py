@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from statistics import geometric_mean, median
 from typing import Any, Self
 
 import pytest
 from commandline import CommandLine
+from tiny_checkpoints import TINY
+from tiny_pairs import edit_json, pair
 
 from headrace import LLM, SamplingParams
 from headrace.errors import ContextFullError, ExactnessError
 from headrace.runtime.bench import Bench, distinct_4grams, follow, lengths
+from headrace.runtime.pace import Acceptance
 from headrace.runtime.request import Completion, SourceCounts, SpeculationCounts
 from headrace.runtime.tree import Tree
 from headrace.runtime.verify import Accepted
@@ -27,6 +33,22 @@ SMALL = ("--rounds", "1", "--max-tokens", "12", "--ctx", "640")
 @pytest.fixture(scope="module")
 def llm(endless_bundle: Path, shared_cache: Path) -> Iterator[LLM]:
     with LLM(endless_bundle, cache=shared_cache, lanes=1, ctx=2048) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def twins(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny llama as its own draft, with a long context."""
+    folder = tmp_path_factory.mktemp("twins")
+    source = shutil.copytree(TINY / "llama", folder / "source")
+    edit_json(source / "config.json", max_position_embeddings=100_000)
+    return pair(folder / "bundle", source, target=source).path
+
+
+@pytest.fixture(scope="module")
+def drafted(twins: Path, shared_cache: Path) -> Iterator[LLM]:
+    """It proposes four tokens whatever they cost, so its draft is always asked."""
+    with LLM(twins, cache=shared_cache, lanes=1, ctx=2048, speculate=4) as llm:
         yield llm
 
 
@@ -49,8 +71,11 @@ def test_json_and_plot(
     found = json.loads(result.out.splitlines()[-1])
     assert [w["workload"] for w in found["workloads"]] == NAMES
     assert found["logs"] == ["corpus", "plant.log"]
+    assert found["draft_pass_ms"] is None
     for figures in found["workloads"]:
         check(figures)
+        assert figures["speedup_over_lookups"] is None
+        assert figures["lookups_tokens_per_s"] is None
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
@@ -86,6 +111,33 @@ def test_table(command: CommandLine, endless_bundle: Path) -> None:
     assert result.code == 0, result.err
     for name in (*NAMES, "teacher-forced", "distinct 4-grams", "c(T) of T rows"):
         assert name in result.out
+    for name in ("look-ups", "draft pass"):
+        assert name not in result.out
+
+
+def test_a_draft_is_compared_with_look_ups(command: CommandLine, twins: Path) -> None:
+    result = command("bench", twins, *SMALL, "--json")
+    assert result.code == 0, result.err
+    found = json.loads(result.out)
+    assert found["draft_pass_ms"] > 0
+    for figures in found["workloads"]:
+        check(figures)
+        assert figures["speedup_over_lookups"] > 0 < figures["lookups_tokens_per_s"]
+
+
+def test_a_draft_in_the_table(command: CommandLine, twins: Path) -> None:
+    result = command("bench", twins, *SMALL, "--exactness", "tree")
+    assert result.code == 0, result.err
+    assert "over look-ups" in result.out
+    assert re.search(r"a draft pass of one row +\d+\.\d\d ms, \d+% of the target's", result.out)
+
+
+def test_a_draft_that_is_left_out_is_not_compared(command: CommandLine, twins: Path) -> None:
+    result = command("bench", twins, *SMALL, "--draft-device", "none", "--json")
+    assert result.code == 0, result.err
+    found = json.loads(result.out)
+    assert found["draft_pass_ms"] is None
+    assert {figures["speedup_over_lookups"] for figures in found["workloads"]} == {None}
 
 
 @pytest.mark.parametrize(
@@ -160,16 +212,20 @@ def test_prompts_are_the_same_every_time_and_fit(llm: LLM) -> None:
         Writer(llm.tokenizer, llm.capacity, 2000)
 
 
-def test_texts_that_differ_are_an_error(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = llm.generate
+@pytest.mark.parametrize("liar", ["all", "lookup"])
+def test_texts_that_differ_are_an_error(
+    drafted: LLM, liar: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = drafted.generate
 
     def lying(prompt: list[int], params: SamplingParams, **options: Any) -> Any:
         answer = real(prompt, params, **options)
-        return answer if params.speculate == "off" else _Lie(answer)
+        is_lie = params.speculate != "off" and params.sources == liar
+        return _Lie(answer) if is_lie else answer
 
-    monkeypatch.setattr(llm, "generate", lying)
+    monkeypatch.setattr(drafted, "generate", lying)
     with pytest.raises(ExactnessError, match=r"free prose, prompt 1: .* differ from token 6 on"):
-        Bench(llm, [workload(llm, "free prose", max_tokens=8)]).run(1)
+        Bench(drafted, [workload(drafted, "free prose", max_tokens=8)]).run(1)
 
 
 class _Lie:
@@ -192,6 +248,90 @@ class _Lie:
         real: Completion = self._answer.completion
         ids = (*real.token_ids[:5], real.token_ids[5] ^ 1, *real.token_ids[6:])
         return replace(real, token_ids=ids)
+
+
+class Watch:
+    """What a bench asks of a model, and which memories learn from it."""
+
+    def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._asked: list[tuple[str, Any]] = []
+        self.taught: dict[str, set[Acceptance]] = {}
+        generate, note = llm.generate, Acceptance.note
+
+        def watched(prompt: list[int], params: SamplingParams, **options: Any) -> Any:
+            answer = generate(prompt, params, **options)
+            arm = "plain" if params.exactness else "padded"
+            if params.speculate != "off":
+                arm = "speculated" if params.sources == "all" else "lookups"
+            self._asked.append((arm, answer))
+            return answer
+
+        def noted(memory: Acceptance, *outcome: Any, **more: Any) -> None:
+            arm, answer = self._asked[-1]
+            if not answer.has_ended:  # it is no teacher-forced pass
+                self.taught.setdefault(arm, set()).add(memory)
+            note(memory, *outcome, **more)
+
+        monkeypatch.setattr(llm, "generate", watched)
+        monkeypatch.setattr(Acceptance, "note", noted)
+
+    def of(self, arm: str) -> list[Completion]:
+        return [answer.completion for name, answer in self._asked if name == arm]
+
+    def sources_of(self, arm: str) -> set[str]:
+        counts = [answer.speculation for answer in self.of(arm)]
+        return {source for count in counts if count is not None for source in count.sources}
+
+    def speeds_of(self, arm: str) -> list[float]:
+        return [answer.timings.decode_tokens_per_s for answer in self.of(arm)]
+
+
+def test_look_ups_alone_take_turns_with_the_others(
+    drafted: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = Watch(drafted, monkeypatch)
+    (figures,) = Bench(drafted, [workload(drafted, "continue a log", prompts=2)]).run(3)
+    for arm in ("speculated", "lookups", "plain", "padded"):
+        assert len(watch.of(arm)) == 2 * (3 + 1)
+    assert "draft" in watch.sources_of("speculated")
+    assert watch.sources_of("lookups") == {"session"}
+
+    ours, others = watch.speeds_of("speculated"), watch.speeds_of("lookups")
+    ratios = [a / b for a, b in zip(ours, others, strict=True)]
+    # Two prompts in turns, the first of each to warm up.
+    assert figures.speedup_over_lookups == pytest.approx(
+        geometric_mean([median(ratios[2::2]), median(ratios[3::2])])
+    )
+    assert figures.lookups_tokens_per_s == pytest.approx(
+        geometric_mean([median(others[2::2]), median(others[3::2])])
+    )
+
+
+def test_no_arm_learns_from_another(drafted: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each remembers over all prompts what became of its own proposals, and of no others."""
+    shared = drafted.engine.speculation
+    assert shared is not None
+    watch = Watch(drafted, monkeypatch)
+    Bench(drafted, [workload(drafted, "continue a log", prompts=2)]).run(1)
+    assert set(watch.taught) == {"speculated", "lookups"}
+    assert watch.taught["speculated"] == {shared.pace.acceptance}
+    (of_lookups,) = watch.taught["lookups"]
+    assert of_lookups is not shared.pace.acceptance
+    assert drafted.engine.speculation is shared
+
+
+def test_nothing_is_added_where_not_both_are_asked(
+    drafted: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = workload(drafted, "free prose", max_tokens=8)
+    (prompt,) = work.prompts
+    alone = replace(prompt, params=replace(prompt.params, sources="draft"))
+    (figures,) = Bench(drafted, [replace(work, prompts=[alone])]).run(1)
+    assert figures.speedup_over_lookups is None
+    assert drafted.engine.speculation is not None
+    monkeypatch.setattr(drafted.engine.speculation.drafter, "broken", "a pass took too long")
+    (figures,) = Bench(drafted, [work]).run(1)
+    assert figures.speedup_over_lookups is None
 
 
 def test_a_given_text_that_repeats_the_prompt_takes_few_passes(llm: LLM) -> None:

@@ -87,6 +87,7 @@ def command(
     look-up can know. Beside the speed-up over the fastest plain decoding, which pads no rows,
     stands what tells whether to believe it: how much an answer repeats itself (distinct 4-grams),
     and tokens per pass if the model said what the log really says (teacher-forced, look-ups only).
+    Where a draft proposes as well, "over look-ups" is what it adds to them.
 
     Exit code 1 if speculation changed a text that it promised to leave as it is.
     """
@@ -144,8 +145,9 @@ def _read_log(path: Path) -> Log:
 
 def _about(llm: LLM) -> dict[str, Any]:
     """What the figures depend on."""
-    assert llm.engine.speculation is not None
-    costs = llm.engine.speculation.pace.costs()
+    speculation = llm.engine.speculation
+    assert speculation is not None
+    costs, drafter = speculation.pace.costs(), speculation.drafter
     config, manifest = llm.config, llm.bundle.manifest
     return {
         "model": manifest.name,
@@ -161,10 +163,14 @@ def _about(llm: LLM) -> dict[str, Any]:
         "speculate": config.speculate,
         "defer": config.defer,
         "pass_ms": {rows: 1e3 * float(s) for rows, s in enumerate(costs, 1)},
+        "draft_pass_ms": None if drafter is None else 1e3 * drafter.candidates.opened.costs.of(1),
     }
 
 
 def _print(figures: Sequence[Figures], about: dict[str, Any]) -> None:
+    over_lookups: dict[str, Callable[[Figures], str]] = {}
+    if any(f.speedup_over_lookups is not None for f in figures):
+        over_lookups["over look-ups"] = lambda f: _number(f.speedup_over_lookups, ".2f")
     _print_columns(
         f"{about['model']}: tokens/s, and speed-up over plain decoding",
         figures,
@@ -175,6 +181,7 @@ def _print(figures: Sequence[Figures], about: dict[str, Any]) -> None:
             "speed-up": lambda f: f"{f.speedup:.2f}x",
             "by prompt": lambda f: f"{min(f.speedups):.2f}-{max(f.speedups):.2f}",
             "over padded": lambda f: _number(f.speedup_over_padded, ".2f"),
+            **over_lookups,
             "allowed by c(T)": lambda f: _number(f.allowed_speedup, ".2f"),
         },
     )
@@ -193,16 +200,21 @@ def _print(figures: Sequence[Figures], about: dict[str, Any]) -> None:
             "host ms, plain": lambda f: f"{f.plain_host_ms_per_pass:.2f}",
         },
     )
-    one = about["pass_ms"][1]
+    print_facts("", _facts(about))
+
+
+def _facts(about: dict[str, Any]) -> list[tuple[str, str]]:
+    one, drafts = about["pass_ms"][1], about["draft_pass_ms"]
     costs = ", ".join(f"{t}: {about['pass_ms'][t] / one:.2f}" for t in _SHOWN_ROWS)
-    facts = [
+    of_draft = f"{drafts:.2f} ms, {drafts / one:.0%} of the target's" if drafts else None
+    return [
         ("a pass of one row", f"{one:.2f} ms"),
+        *([("a draft pass of one row", of_draft)] if of_draft else []),
         ("c(T) of T rows, relative", costs),
         ("threads", str(about["target_threads"])),
         ("logs", ", ".join(about["logs"])),
         ("rounds", f"{about['rounds']} of {about['max_tokens']} tokens"),
     ]
-    print_facts("", facts)
 
 
 def _print_columns(
