@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
-import secrets
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import headrace
-from headrace.errors import StorageError, UsageError
+from headrace.errors import UsageError
 from headrace.export.checkpoint import Checkpoint, open_checkpoint
 from headrace.export.draft import Draft, find_draft
 from headrace.export.model import ModelJob, WrittenModel, needs_calibration, write_model
@@ -29,6 +23,7 @@ from headrace.export.options import (
 from headrace.export.report import Reporter, Silent
 from headrace.export.rknn_env import find_env
 from headrace.export.text import I64, Text, read_text
+from headrace.export.whole import whole_or_absent
 from headrace.intact import sha256
 from headrace.models.iospec import KV_DTYPES
 from headrace.models.manifest import (
@@ -76,7 +71,7 @@ def export(
         _check_npu(options.draft.npu)
     if out.exists():
         raise UsageError(f"{out}: exists already; choose another name or remove it")
-    with _whole_or_absent(out) as folder:
+    with whole_or_absent(out) as folder:
         inputs = _inputs(source, options, report)
         return _Export(inputs, options, folder, report).run()
 
@@ -118,7 +113,7 @@ def _inputs(source: str, options: ExportOptions, report: Reporter) -> _Inputs:
     text, draft, draft_quant = Text.of(target), None, ""
     if options.draft is not None:
         report.stage(f"draft: reading {options.draft.source}")
-        draft = find_draft(options.draft, text)
+        draft = find_draft(options.draft, target, text)
         draft_quant = _quant(options.draft.quant, draft.checkpoint)
     quant = _quant(options.quant, target)
     used = needs_calibration(quant, options.kv) or draft_quant == "int4"
@@ -132,7 +127,7 @@ def _inputs(source: str, options: ExportOptions, report: Reporter) -> _Inputs:
 
 
 def _quant(wanted: str | None, checkpoint: Checkpoint) -> str:
-    return wanted or ("keep" if checkpoint.kind == "gguf" else "int4")
+    return wanted or ("keep" if checkpoint.kind in ("gguf", "distilled") else "int4")
 
 
 class _Export:
@@ -228,44 +223,3 @@ class _Export:
             files=records,
             draft=draft,
         )
-
-
-@contextmanager
-def _whole_or_absent(out: Path) -> Iterator[Path]:
-    """A temporary folder beside `out` that becomes `out`, or goes away whatever happens."""
-    # Not the process id alone: two containers that share a volume may both be process 1, and the
-    # draft that is removed at the end must be this run's own.
-    draft = out.with_name(f".{out.name}.{os.getpid()}-{secrets.token_hex(4)}.partial")
-    new_parents = [folder for folder in draft.parents if not folder.exists()]
-    try:
-        try:
-            draft.mkdir(parents=True)
-            yield draft
-            _sync_all(draft)
-            draft.rename(out)
-            _sync(out.parent)
-        finally:
-            shutil.rmtree(draft, ignore_errors=True)
-            for folder in new_parents:
-                with suppress(OSError):  # not empty: it holds the bundle
-                    folder.rmdir()
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise StorageError(f"{out}: the disk is full; make room and export again") from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
-            raise StorageError(f"{out}: cannot be written: {error.strerror}") from error
-        raise
-
-
-def _sync_all(folder: Path) -> None:
-    """A rename must not reach the disk before what it names."""
-    for path in [*folder.rglob("*"), folder]:
-        _sync(path)
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -37,7 +37,7 @@ class Checkpoint(Protocol):
 
     @property
     def kind(self) -> str:
-        """`gguf` or `huggingface`."""
+        """`gguf`, `huggingface` or `distilled`."""
         ...
 
     @property
@@ -79,11 +79,17 @@ def open_checkpoint(source: str) -> Checkpoint:
         SourceError: nothing there, unreadable, damaged; one line.
         StorageError: no permission, or no room for the download.
     """
+    from headrace.export.distilled_note import is_distilled
     from headrace.export.gguf import GgufCheckpoint
     from headrace.export.huggingface import HuggingFaceCheckpoint
 
     path = Path(source).expanduser()
     try:
+        if is_distilled(path):
+            raise SourceError(
+                f"{source}: a distilled draft, which needs its target for the embeddings; "
+                f"export the two together: headrace export TARGET --draft {source}"
+            )
         if path.is_dir():
             return HuggingFaceCheckpoint.open(path)
         if path.is_file():

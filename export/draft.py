@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from headrace.errors import UsageError
 from headrace.export import check
-from headrace.export.checkpoint import open_checkpoint
+from headrace.export.checkpoint import Checkpoint, open_checkpoint
+from headrace.export.distilled import DistilledDraft
+from headrace.export.distilled_note import is_distilled
 from headrace.export.model import WrittenModel
 from headrace.export.options import DraftOptions
 from headrace.export.pair import check_cutting, match, unmatched_share
@@ -73,26 +76,60 @@ class Draft:
         return Trim(self.kept.coverage, head_bytes // config.num_logits * dropped)
 
 
-def find_draft(options: DraftOptions, target: Text) -> Draft:
+def find_draft(options: DraftOptions, target: Checkpoint, target_text: Text) -> Draft:
     """Reads the draft's checkpoint and texts; nothing is computed yet.
 
     Raises:
         SourceError, StorageError: the checkpoint cannot be read.
         TokenizerMismatchError: its tokenizer does not suit the target.
-        UsageError: its layers or kept tokens cannot be had.
+        UsageError: its layers or kept tokens cannot be had, or it was distilled from another target.
     """
+    folder = Path(options.source).expanduser()
+    if is_distilled(folder):
+        _refuse_choices(options)
+        return _of_distilled(DistilledDraft.open(folder, target, target_text), target_text)
     if (options.vocab_keep is None) != (not options.vocab_corpus):
         raise UsageError("vocab_keep and vocab_corpus: one needs the other; give both or neither")
     whole = open_checkpoint(options.source)
     layers = kept_layers(options.layers, whole)
     text = Text.of(whole)
-    check_cutting(text, target)
+    check_cutting(text, target_text)
     corpus = read_corpus(options.vocab_corpus, "vocab_corpus")
-    counts = text.count(corpus or [sample_log(), calibration_text()])
-    full = match(text.tokens, target.tokens)
-    share = unmatched_share(text, target, counts, full.to_target)
+    counts = text.count(corpus or _built_in())
+    full = match(text.tokens, target_text.tokens)
+    share = unmatched_share(text, target_text, counts, full.to_target)
     if options.vocab_keep is None:
         return Draft(ReducedCheckpoint(whole, layers, None), text, full, share, None)
     kept = most_frequent(text, counts, options.vocab_keep)
     vocab_map = VocabMap(full.to_target[kept.ids], full.to_draft)
     return Draft(ReducedCheckpoint(whole, layers, kept.ids), text, vocab_map, share, kept)
+
+
+def _built_in() -> list[str]:
+    """Texts that tokens are counted in where no corpus is given."""
+    return [sample_log(), calibration_text()]
+
+
+def _refuse_choices(options: DraftOptions) -> None:
+    """Raises UsageError for what a distilled draft leaves no choice of."""
+    for name, value, part in (
+        ("draft_layers", options.layers, "layers"),
+        ("vocab_keep", options.vocab_keep, "head"),
+        ("vocab_corpus", options.vocab_corpus or None, "head"),
+    ):
+        if value is not None:
+            raise UsageError(
+                f"{name}: {options.source} is a distilled draft and has its {part} already; "
+                "leave this out"
+            )
+
+
+def _of_distilled(draft: DistilledDraft, text: Text) -> Draft:
+    """`text` is the target's, which is the draft's own."""
+    full, ids = match(text.tokens, text.tokens), draft.head_ids
+    reduced = ReducedCheckpoint(draft, kept_layers(None, draft), ids)
+    if ids is None:
+        return Draft(reduced, text, full, 0.0, None)
+    counts = text.count(_built_in())
+    kept = KeptTokens(ids, float(counts[ids].sum() / max(1, counts.sum())))
+    return Draft(reduced, text, VocabMap(full.to_target[ids], full.to_draft), 0.0, kept)

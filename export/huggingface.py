@@ -60,7 +60,7 @@ class HuggingFaceCheckpoint:
         if not config_path.is_file():
             raise SourceError(f"{folder}: no config.json; not a Hugging Face model folder")
         config = config_from_hf(read_json(config_path), str(config_path))
-        shards = {path: _open_shard(path) for path in _shard_paths(folder)}
+        shards = {path: open_shard(path) for path in _shard_paths(folder)}
         entries = _entries(shards)
         if config.tied_head and _HEAD in entries and _EMBEDDING in entries:
             head, embedding = (_read(shards, entries[n]) for n in (_HEAD, _EMBEDDING))
@@ -119,7 +119,8 @@ def _shard_paths(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _open_shard(path: Path) -> Any:
+def open_shard(path: Path) -> Any:
+    """A safetensors file, memory mapped; raises SourceError, PermissionError."""
     # safetensors reports a file that may not be read as one that does not exist
     path.open("rb").close()
     try:

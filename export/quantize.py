@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -108,12 +108,23 @@ def pack_zero_points(w: QuantMatrix) -> U8:
 
 def quantize_int8(weight: F32) -> QuantMatrix:
     """Symmetric 8-bit: a step of max|w| / 127 a block."""
+    return _int8(weight, np.dtype(np.float32))
+
+
+def quantize_q8_0(weight: F32) -> QuantMatrix:
+    """The same with steps of half precision, as GGUF's Q8_0 has them; infinite above 65,504."""
+    return _int8(weight, np.dtype(np.float16))
+
+
+def _int8(weight: F32, step_type: np.dtype[Any]) -> QuantMatrix:
     blocks = _blocks(weight)
     codes = np.empty(blocks.shape, np.uint8)
     scales = np.empty(blocks.shape[:2], np.float32)
     for part in _parts(len(blocks)):
         w = blocks[part]
         step = np.abs(w).max(axis=-1) / np.float32(127)
+        with np.errstate(over="ignore"):
+            step = step.astype(step_type).astype(np.float32)
         codes[part] = _encode(w, step, 127) + 128
         scales[part] = step
     return QuantMatrix(8, codes, scales, None, weight.shape[1])

@@ -25,7 +25,7 @@ class ReducedCheckpoint:
         """Keeps `layers` in the given order, and the head's rows of `head_ids`; None is all."""
         self.whole, self.layers, self._head_ids = whole, layers, head_ids
         self.name, self.kind, self.sampling = whole.name, whole.kind, whole.sampling
-        self.config = _config(whole.config, layers, head_ids)
+        self.config = reduced_config(whole.config, layers, head_ids)
 
     def names(self) -> set[str]:
         return set(weights(self.config))
@@ -45,7 +45,10 @@ class ReducedCheckpoint:
         return self.whole.files()
 
 
-def _config(whole: ModelConfig, layers: tuple[int, ...], head_ids: I64 | None) -> ModelConfig:
+def reduced_config(
+    whole: ModelConfig, layers: tuple[int, ...], head_ids: I64 | None = None
+) -> ModelConfig:
+    """Of a model with these layers of another, and these rows of its head; None is all."""
     types = tuple(whole.layer_types[layer] for layer in layers)
     local = "sliding" in types
     return replace(

@@ -151,7 +151,7 @@ class DraftRecord(ModelRecord):
 
     name: str
     source: str
-    """Kind of its checkpoint, `gguf` or `huggingface`."""
+    """Kind of its checkpoint, `gguf`, `huggingface` or `distilled`."""
     layers: tuple[int, ...]
     """Which of the checkpoint's layers it has, in its own order."""
     source_layers: int

@@ -62,7 +62,11 @@ _LIBRARIES = ("gguf", "huggingface_hub", "ml_dtypes", "onnx", "safetensors")
     "of keys and values. Default: a built-in text of plant logs, questions and answers.",
 )
 @click.option("--force", is_flag=True, help="Keep a bundle that fails its parity check.")
-@click.option("--draft", metavar="SOURCE", help="Add a draft, see above: a SOURCE as the target's.")
+@click.option(
+    "--draft",
+    metavar="SOURCE",
+    help="Add a draft, see above: a SOURCE as the target's, or a distilled draft's folder.",
+)
 @click.option(
     "--draft-layers",
     metavar="LIST",
@@ -139,7 +143,8 @@ def command(
 
     A draft is a second, faster model that proposes tokens to the first. It must cut text as the
     target does; its ids may differ. Without a trained one, the first layers of the target itself
-    serve as a poor one: --draft SOURCE --draft-layers 0-3.
+    serve as a poor one: --draft SOURCE --draft-layers 0-3. A distilled draft has its layers and its
+    head already, and keeps its 8-bit weights exactly.
 
     With --platform the draft is also compiled for the NPU, by Rockchip's toolkit in an environment
     of its own that `headrace rknn-env` makes once, and simulated beside the CPU's. It takes minutes
