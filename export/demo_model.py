@@ -1,4 +1,6 @@
-"""The model of `make demo`: SmolLM2-135M-Instruct, a GGUF that travels inside a PyPI package."""
+"""The models of `make demo`: SmolLM2-135M-Instruct, a GGUF that travels inside a PyPI package, and the
+draft that was distilled from it, which travels inside this one.
+"""
 
 import hashlib
 import os
@@ -7,6 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import headrace.models
 from headrace.errors import SourceError, StorageError
 from headrace.paths import cache_dir
 
@@ -42,6 +45,11 @@ def obtain() -> Path:
             "set HEADRACE_CACHE to another one"
         ) from error
     return path
+
+
+def draft() -> Path:
+    """The folder of its draft (models/drafts/)."""
+    return Path(headrace.models.__path__[0]) / "drafts" / "SmolLM2-135M-Instruct"
 
 
 def _pip_install(folder: Path) -> None:

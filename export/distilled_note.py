@@ -128,11 +128,22 @@ def identity(target: Checkpoint, text: Text) -> dict[str, str]:
     found = {
         "name": target.name,
         "embedding_sha256": weight_sha256(target.read(EMBEDDING)),
-        "tokenizer_sha256": hashlib.sha256(text.source.tokenizer_json.encode()).hexdigest(),
+        "tokenizer_sha256": _tokens_sha256(text),
     }
     if not target.config.tied_head:
         found["head_sha256"] = weight_sha256(target.read(HEAD))
     return found
+
+
+def _tokens_sha256(text: Text) -> str:
+    """Of what every id stands for. Not of tokenizer.json, which each version of the tokenizers
+    library writes in its own way from the same GGUF file.
+    """
+    digest = hashlib.sha256()
+    for token in text.tokens:
+        known = None if token is None else (token.control, token.data.hex(), token.entry)
+        digest.update(json.dumps(known).encode() + b"\n")
+    return digest.hexdigest()
 
 
 def weight_sha256(weight: Weight) -> str:

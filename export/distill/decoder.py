@@ -70,7 +70,9 @@ class Decoder(nn.Module):
 
     def _run(self, ids: Tensor, positions: Tensor, cache: Cache | None) -> Tensor:
         x = F.embedding(ids, self.embedding) * self.config.embed_scale  # [B, T, D]
-        full, local = (_Places.of(self.config, positions, cache, is_local) for is_local in (0, 1))
+        full, local = (
+            Places.of(self.config, positions, cache, is_local) for is_local in (False, True)
+        )
         for number, layer in enumerate(self.layers):
             x = layer(x, local if layer.is_local else full, number)
         out: Tensor = self.norm(x)
@@ -85,7 +87,7 @@ class Decoder(nn.Module):
 
 
 @dataclass
-class _Places:
+class Places:
     """Where the tokens of a pass stand, for the layers of one kind."""
 
     cos: Tensor
@@ -97,11 +99,15 @@ class _Places:
 
     @classmethod
     def of(
-        cls, config: ModelConfig, positions: Tensor, cache: Cache | None, is_local: int
-    ) -> _Places:
+        cls,
+        config: ModelConfig,
+        positions: Tensor,
+        cache: Cache | None,
+        is_local: bool,
+        visible: Tensor | None = None,
+    ) -> Places:
         rope = config.rope_local if is_local and config.rope_local is not None else config.rope
         cos, sin = map(torch.from_numpy, cos_sin(rope, positions.numpy()))
-        visible = None
         if is_local and config.sliding_window is not None:
             distance = positions[:, None] - torch.arange(int(positions[-1]) + 1)
             visible = (distance >= 0) & (distance < config.sliding_window)
@@ -144,7 +150,7 @@ class _Attention(nn.Module):
             self.q_norm = _Norm(config, weights, f"{name}.q_norm")
             self.k_norm = _Norm(config, weights, f"{name}.k_norm")
 
-    def forward(self, x: Tensor, places: _Places, layer: int) -> Tensor:
+    def forward(self, x: Tensor, places: Places, layer: int) -> Tensor:
         c = self.config
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         q, k, v = (y.unflatten(-1, (-1, c.head_dim)).transpose(1, 2) for y in (q, k, v))
@@ -205,7 +211,7 @@ class _Layer(nn.Module):
             for part in ("pre_feedforward_layernorm", "post_feedforward_layernorm"):
                 setattr(self, part, _Norm(config, weights, f"{name}.{part}"))
 
-    def forward(self, x: Tensor, places: _Places, layer: int) -> Tensor:
+    def forward(self, x: Tensor, places: Places, layer: int) -> Tensor:
         mixed = self.self_attn(self.input_layernorm(x), places, layer)
         if not self.has_sandwich:
             x = x + mixed

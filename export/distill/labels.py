@@ -21,6 +21,8 @@ from headrace.export.distill.decoder import Decoder
 
 NUM_TOP = 32
 
+_MAX_HALF = float(torch.finfo(torch.float16).max)
+
 _ROWS_AT_ONCE = 1024
 """Of logits [rows, V], which are 200 MB then for a vocabulary of 49,152."""
 
@@ -35,6 +37,8 @@ class Labelled:
     """[N, T, NUM_TOP], the most likely next tokens, best first."""
     top_log_probs: npt.NDArray[np.float16]
     """[N, T, NUM_TOP]"""
+    hidden: npt.NDArray[np.float16]
+    """[N, T, D], what the target's head reads."""
 
     @classmethod
     def join(cls, parts: list[Labelled]) -> Labelled:
@@ -44,7 +48,8 @@ class Labelled:
     def save(self, path: Path) -> None:
         """Whole or absent: what is interrupted leaves no file of this name."""
         partial = path.with_suffix(".partial")
-        save_file(vars(self), partial)
+        # of any other array the library stores what lies in memory
+        save_file({k: np.ascontiguousarray(v) for k, v in vars(self).items()}, partial)
         partial.replace(path)
 
 
@@ -80,6 +85,13 @@ def best(hidden: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 def label(model: Decoder, head: Tensor, ids: npt.NDArray[np.int64]) -> Labelled:
     """Texts [N, T] as the target reads them. `head` is [V, D]."""
-    top = best(model(torch.from_numpy(ids)).flatten(0, 1), head)
-    tokens, values = (part.numpy().reshape(*ids.shape, -1) for part in top)
-    return Labelled(ids.astype(np.int32), tokens.astype(np.int32), values.astype(np.float16))
+    hidden = model(torch.from_numpy(ids))
+    tokens, log_probs = (part.unflatten(0, ids.shape) for part in best(hidden.flatten(0, 1), head))
+    return labelled(torch.from_numpy(ids), tokens, log_probs, hidden)
+
+
+def labelled(ids: Tensor, tokens: Tensor, log_probs: Tensor, hidden: Tensor) -> Labelled:
+    """As they are kept."""
+    whole = (part.numpy().astype(np.int32) for part in (ids, tokens))
+    halves = (part.clamp(-_MAX_HALF, _MAX_HALF).half().numpy() for part in (log_probs, hidden))
+    return Labelled(*whole, *halves)

@@ -30,9 +30,8 @@ from headrace.export.distill.student import (
     Batch,
     Head,
     Target,
-    choose_layers,
+    begun_with,
     divergence,
-    layer_choices,
     trained_weights,
 )
 from headrace.export.distill.texts import BuiltInCorpus, Library, Source, UserCorpus
@@ -44,7 +43,6 @@ from headrace.export.text import Text
 from headrace.export.vocab_trim import KeptTokens, most_frequent
 from headrace.export.whole import whole_or_absent
 
-_CHOICE_BATCHES = 2
 _HELD_OUT = 32
 """One of so many texts is not learned from."""
 _LEAST_HELD_OUT, _MOST_HELD_OUT = 2, 24
@@ -130,8 +128,7 @@ class _Run:
         batches = [Batch.of(shelf.take([number])) for number in held_out]
         kept = self.kept(plan, shelf, learned)
         head = Head.of(self.target.head, None if kept is None else kept.ids)
-        self.report.stage("choosing the layers to begin with")
-        layers = choose_layers(self.target, plan.layers, batches[:_CHOICE_BATCHES])
+        layers = begun_with(self.target.checkpoint.config.num_layers, plan.layers)
         trainer = Trainer(
             self.target.student(layers),
             head,
@@ -162,13 +159,13 @@ class _Run:
         options, config = self.options, self.target.checkpoint.config
         length = min(WINDOW, config.max_position)
         layers = options.layers or DEFAULT_LAYERS
-        next(layer_choices(config.num_layers, layers))  # raises before anything is computed
+        begun = begun_with(config.num_layers, layers)
         if options.vocab_keep is not None:
             most_frequent(self.text, np.zeros(config.vocab_size, np.int64), options.vocab_keep)
         threads = torch.get_num_threads()
         tokens = options.tokens
         if tokens is None:
-            tokens = self.affordable(60 * (options.minutes or DEFAULT_MINUTES), layers, length)
+            tokens = self.affordable(60 * (options.minutes or DEFAULT_MINUTES), begun, length)
         steps = max(1, round(tokens / (BATCH * length)))
         num_texts = -(-steps * BATCH // EPOCHS)
         plan = Plan(
@@ -189,7 +186,7 @@ class _Run:
         plan.save(self.work / "plan.json")
         return plan
 
-    def affordable(self, seconds: float, layers: int, length: int) -> int:
+    def affordable(self, seconds: float, layers: tuple[int, ...], length: int) -> int:
         """Tokens to train on in this time, by the speed of this machine now."""
         self.report.stage("measuring this machine's speed")
         ids = self.source().windows(BATCH, length, seed=0)
@@ -197,8 +194,7 @@ class _Run:
         batch = Batch.of(label(self.target.model, self.target.head, ids))
         kept = None if self.options.vocab_keep is None else np.arange(self.options.vocab_keep)
         head = Head.of(self.target.head, kept)
-        choice = next(layer_choices(self.target.checkpoint.config.num_layers, layers))
-        student = self.target.student(choice)
+        student = self.target.student(layers)
         step_s = _seconds(lambda: divergence(student, head, batch).backward())
         return int(seconds / (step_s + label_s / EPOCHS) * ids.size)
 

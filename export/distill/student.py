@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -88,13 +88,18 @@ class Batch:
 
 
 def divergence(student: Decoder, head: Head, batch: Batch) -> Tensor:
-    """Mean KL divergence of the student from the target, in nats a token.
+    """`divergence_of` what the student makes of the batch."""
+    return divergence_of(student(batch.ids).flatten(0, 1), head, batch)
+
+
+def divergence_of(hidden: Tensor, head: Head, batch: Batch) -> Tensor:
+    """Mean KL divergence of rows [B * T, D] from the target's distributions, in nats a token.
 
     The target's most likely tokens count one by one, all others together as one. Those that the
     head has left out count as if the target did not have them either, and a token of the text as
     much as the rest of its distribution: what cannot be proposed is not learned.
     """
-    log_q = torch.log_softmax(student(batch.ids).flatten(0, 1) @ head.rows.T, dim=-1)  # [B * T, K]
+    log_q = torch.log_softmax(hidden @ head.rows.T, dim=-1)  # [B * T, K]
     columns = head.columns[batch.top_ids]  # [B * T, k]
     known = columns >= 0
     p = batch.log_probs.exp()
@@ -131,30 +136,17 @@ class Likeness:
         return cls(overlap / len(batches), same / len(batches))
 
 
-def layer_choices(num_layers: int, wanted: int) -> Iterator[tuple[int, ...]]:
-    """Ways to take `wanted` of the target's layers, in their order; raises UsageError.
+def begun_with(num_layers: int, wanted: int) -> tuple[int, ...]:
+    """The target's layers that a student of `wanted` begins as; raises UsageError.
 
-    Evenly spaced, with or without the last; and the first ones with the last.
+    The first ones, which make words of tokens, and the rest evenly up to the last. Other choices
+    were measured (docs/distill.md): the divergence before any training does not tell which is best.
     """
     if not 1 <= wanted <= num_layers:
         raise UsageError(f"layers: got {wanted}, allowed are 1 to {num_layers} for this target")
-    spaced = np.linspace(0, num_layers - 1, wanted)
-    middles = (np.arange(wanted) + 0.5) * num_layers / wanted
-    firsts = (*range(wanted - 1), num_layers - 1)
-    choices = [spaced.round().astype(int).tolist(), middles.astype(int).tolist(), firsts]
-    yield from dict.fromkeys(tuple(map(int, choice)) for choice in choices)
-
-
-def choose_layers(target: Target, wanted: int, batches: list[Batch]) -> tuple[int, ...]:
-    """The choice of least divergence before any training."""
-    head = Head.of(target.head, None)
-
-    @torch.no_grad()
-    def loss(layers: tuple[int, ...]) -> float:
-        student = target.student(layers)
-        return sum(float(divergence(student, head, batch)) for batch in batches)
-
-    return min(layer_choices(target.checkpoint.config.num_layers, wanted), key=loss)
+    first = (wanted + 1) // 2
+    rest = np.linspace(first - 1, num_layers - 1, wanted - first + 1)[1:]
+    return (*range(first), *map(int, rest.round()))
 
 
 def trained_weights(student: Decoder) -> Mapping[str, F32]:

@@ -25,7 +25,8 @@ LEARNING_RATE = 1e-3
 BETAS = (0.9, 0.95)
 MAX_NORM = 1.0
 
-_SAVE_EVERY_S = 60.0
+SAVE_EVERY_S = 60.0
+"""What an interruption loses."""
 _EVALUATE_PARTS = 40
 """Looks at the held-out texts over a whole training."""
 
@@ -109,7 +110,7 @@ class Trainer:
                 tell(self.log[-1])
             self._seconds += time.monotonic() - began
             on_step()
-            if time.monotonic() - saved > _SAVE_EVERY_S:
+            if time.monotonic() - saved > SAVE_EVERY_S:
                 self.save(path)
                 saved = time.monotonic()
         self.save(path)

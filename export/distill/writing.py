@@ -12,12 +12,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from headrace.export.distill.decoder import Cache, Decoder
-from headrace.export.distill.labels import Labelled, best
+from headrace.export.distill.labels import Labelled, best, labelled
 from headrace.export.text import Text
 from headrace.models.chat_template import render
 
@@ -122,6 +121,7 @@ def write(
     ids: list[Tensor] = []
     tops: list[Tensor] = []
     values: list[Tensor] = []
+    states: list[Tensor] = []
     drawn: list[int] = [0] * len(scripts)
     for place in range(length):
         if place:
@@ -135,13 +135,9 @@ def write(
             if fixed is None and choice_id in ends:
                 script.ended(choice_id)
         ids.append(torch.tensor(tokens))
-        hidden = model.extend(ids[-1][:, None], cache)[:, 0]  # [B, D]
-        top, log_probs = best(hidden, head)
+        states.append(model.extend(ids[-1][:, None], cache)[:, 0])  # [B, D]
+        top, log_probs = best(states[-1], head)
         tops.append(top)
         values.append(log_probs)
         on_token()
-    return Labelled(
-        torch.stack(ids, 1).numpy().astype(np.int32),
-        torch.stack(tops, 1).numpy().astype(np.int32),
-        torch.stack(values, 1).numpy().astype(np.float16),
-    )
+    return labelled(*(torch.stack(part, 1) for part in (ids, tops, values, states)))

