@@ -96,7 +96,7 @@ def command(
         raise UsageError("--speculate off leaves nothing to compare; use auto or a number")
     if more_logs and not logs:
         raise UsageError(f"got {more_logs[0]} beside BUNDLE; logs are given with --logs")
-    texts = [_read_log(path) for path in (*logs, *more_logs)]
+    texts = [read_log(path) for path in (*logs, *more_logs)]
     if plot is not None:
         _require_matplotlib()
         if plot.suffix not in _PLOT_SUFFIXES:
@@ -132,7 +132,7 @@ def command(
         _plot(figures, about, plot)
 
 
-def _read_log(path: Path) -> Log:
+def read_log(path: Path) -> Log:
     """What is not UTF-8 in a log is replaced. Raises UsageError."""
     from headrace.runtime.workloads import Log
 

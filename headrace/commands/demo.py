@@ -205,7 +205,9 @@ def _compare(work: dict[str, tuple[Sequence[Completion], Sequence[Completion]]])
         speed, plain_speed = _decode_speed(answers), _decode_speed(plain)
         counts = [answer.speculation for answer in answers if answer.speculation is not None]
         accepted = sum(each.accepted for each in counts)
-        drafted = sum(each.sources["draft"].accepted for each in counts if "draft" in each.sources)
+        drafted = sum(
+            sum(each.sources["draft"].accepted) for each in counts if "draft" in each.sources
+        )
         tokens = sum(answer.usage.completion_tokens for answer in answers)
         rows.append(
             (

@@ -72,6 +72,11 @@ _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE | re.ASCII)
     type=click.Path(path_type=Path),
     help="Train nothing; measure this draft on the corpus and on chat answers.",
 )
+@click.option(
+    "--no-speed",
+    is_flag=True,
+    help="With --eval: leave out what needs a clock, the costs and the speed-up on this machine.",
+)
 @click.option("--json", "as_json", is_flag=True, help="With --eval: print one JSON object.")
 def command(
     target: str,
@@ -79,6 +84,7 @@ def command(
     output: Path | None,
     corpus: tuple[Path, ...],
     evaluated: Path | None,
+    no_speed: bool,
     as_json: bool,
     time: str | None,
     **options: Any,
@@ -95,7 +101,7 @@ def command(
 
     Ctrl-C leaves DRAFT_DIR.unfinished; --resume goes on from there to the same weights, bit for
     bit. --eval tells what a draft is worth: how often its proposals would be accepted, by kind of
-    text, temperature and depth.
+    text and depth, and what that makes of the speed on this machine, where it shares the cores.
     """
     if more_corpus and not corpus:
         raise UsageError(f"got {more_corpus[0]} beside TARGET; texts are given with --corpus")
@@ -104,15 +110,18 @@ def command(
         given = [name for name, value in {**options, "time": time}.items() if value]
         if output is not None or given:
             raise UsageError("--eval trains nothing; leave out -o and what belongs to a training")
-        _evaluate(target, evaluated, files, as_json)
+        _evaluate(target, evaluated, files, no_speed, as_json)
         return
+    if no_speed or as_json:
+        raise UsageError("--no-speed and --json need --eval")
     if output is None:
         raise UsageError("-o DRAFT_DIR is missing: where the draft is to be written")
+    minutes = _minutes(time)
     with train_libraries():
         from headrace.export.distill.options import DistillOptions
         from headrace.export.distill.run import distill, work_folder
 
-        settings = DistillOptions(files, minutes=_minutes(time), **options)
+        settings = DistillOptions(files, minutes=minutes, **options)
         try:
             with one_interrupt(), reporter() as report:
                 done = distill(target, output, settings, report, _tell)
@@ -158,16 +167,24 @@ def _minutes(text: str | None) -> float | None:
     return float(match[1]) * unit
 
 
-def _evaluate(target: str, draft: Path, files: tuple[Path, ...], as_json: bool) -> None:
-    with train_libraries():
+def _evaluate(
+    target: str, draft: Path, files: tuple[Path, ...], no_speed: bool, as_json: bool
+) -> None:
+    with train_libraries(), reporter() as report:
+        from headrace.commands.draft_worth import measure, print_worth
         from headrace.export.distill.evaluate import evaluate
 
-        with reporter() as report:
-            figures = evaluate(target, draft, files, report)
+        figures = evaluate(target, draft, files, report)
+        worth = None if no_speed else measure(target, draft, files, report)
     if as_json:
-        print(json.dumps({"draft": draft.name, "texts": [f.to_json() for f in figures]}))
-    else:
-        _print(figures)
+        about: dict[str, Any] = {"draft": draft.name, "texts": [f.to_json() for f in figures]}
+        if worth is not None:
+            about["machine"] = worth.to_json(figures)
+        print(json.dumps(about, ensure_ascii=False))
+        return
+    _print(figures)
+    if worth is not None:
+        print_worth(worth, figures)
 
 
 def _print(figures: list[Figures]) -> None:
