@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -18,6 +18,17 @@ _CHUNK = 1 << 22
 _BYTES_PER_TOKEN = 8
 """More than texts have, so that one reading is mostly enough for a window."""
 _LONGEST_LINE = 1 << 16
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which of several draws of windows it is: they take places between each other's."""
+
+    number: int
+    of: int
+
+
+WHOLE = Part(0, 1)
 
 
 @dataclass(frozen=True)
@@ -53,13 +64,14 @@ class CorpusFile:
             raise UsageError(f"corpus: {path} is empty; give a text like those in service")
         return cls(path, size, digest.hexdigest())
 
-    def windows(self, text: Text, count: int, length: int, seed: int) -> I64:
+    def windows(self, text: Text, count: int, length: int, seed: int, part: Part) -> I64:
         """[count, length] token ids from places spread evenly over the file, each from a line's
         start where it can be. A file that is shorter than a window is read again from its start.
         """
-        random = np.random.default_rng(seed)
+        within = np.random.default_rng(seed).random(count)
         span = min(self.size, length * _BYTES_PER_TOKEN)
-        offsets = (np.arange(count) + random.random(count)) / max(1, count) * (self.size - span)
+        strata = np.arange(count) + (part.number + within) / part.of
+        offsets = strata / max(1, count) * (self.size - span)
         with self.path.open("rb") as file:
             rows = [self._window(file, text, int(offset), length) for offset in offsets]
         return np.array(rows, np.int64).reshape(count, length)
@@ -106,13 +118,3 @@ def shares(sizes: Sequence[int], count: int, window_bytes: int) -> list[int]:
     for i in range(left):
         given[i % len(given)] += 1
     return given
-
-
-def read_windows(
-    files: Sequence[CorpusFile], text: Text, count: int, length: int, seed: int
-) -> Iterator[I64]:
-    """Windows [n, length] of all files, in the files' order."""
-    window_bytes = length * _BYTES_PER_TOKEN // 2
-    for number, share in enumerate(shares([f.size for f in files], count, window_bytes)):
-        if share:
-            yield files[number].windows(text, share, length, seed + number)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from headrace.export.calibrate import FloatWeights
 from headrace.export.checkpoint import open_checkpoint
-from headrace.export.distill.corpus import CorpusFile
+from headrace.export.distill.corpus import WHOLE, CorpusFile
 from headrace.export.distill.decoder import Cache, Decoder
 from headrace.export.distill.options import WINDOW
 from headrace.export.distill.student import Head, Target
@@ -80,7 +80,7 @@ def evaluate(
     pair = _Pair.load(Target.load(checkpoint), draft)
     length = min(WINDOW, checkpoint.config.max_position - MAX_DEPTH - 1)
     kinds: dict[str, I64] = {
-        file.path.name: file.windows(text, _NUM_TEXTS, length, _SEED) for file in files
+        file.path.name: file.windows(text, _NUM_TEXTS, length, _SEED, WHOLE) for file in files
     }
     form = ChatForm.of(text)
     report.stage("comparing", len(kinds) + (form is not None))

@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from headrace.export.distill.corpus import CorpusFile, shares
+from headrace.export.distill.corpus import WHOLE, CorpusFile, Part, shares
 from headrace.export.distill.labels import Labelled, Shelf, label
 from headrace.export.distill.student import Target
 from headrace.export.distill.systems import questions, request, system_log
@@ -32,7 +32,7 @@ CHAT_SHARES: dict[Kind, float] = {
 BASE_SHARES: dict[Kind, float] = {"corpus": 0.6, "continuations": 0.4}
 """For one that does not."""
 
-_READ_ROWS, _WRITTEN_ROWS = 32, 64
+_ROWS: dict[Kind, int] = {"corpus": 32, "chats": 64, "answers": 64, "continuations": 64}
 """Texts a file: what an interruption loses. Writing is faster the more texts are written at once."""
 _READ_AT_ONCE = 4
 _EXTRACT = 0.5
@@ -42,8 +42,8 @@ _EXTRACT = 0.5
 class Source(Protocol):
     """Where the texts that are read come from."""
 
-    def windows(self, count: int, length: int, seed: int) -> I64:
-        """[count, length] token ids; the same seed gives the same."""
+    def windows(self, count: int, length: int, seed: int, part: Part = WHOLE) -> I64:
+        """[count, length] token ids; the same seed and part give the same."""
         ...
 
 
@@ -54,9 +54,9 @@ class UserCorpus:
     files: Sequence[CorpusFile]
     text: Text
 
-    def windows(self, count: int, length: int, seed: int) -> I64:
+    def windows(self, count: int, length: int, seed: int, part: Part = WHOLE) -> I64:
         parts = [
-            file.windows(self.text, share, length, seed + number)
+            file.windows(self.text, share, length, seed + number, part)
             for number, (file, share) in enumerate(
                 zip(
                     self.files, shares([f.size for f in self.files], count, 4 * length), strict=True
@@ -76,7 +76,7 @@ class BuiltInCorpus:
 
     text: Text
 
-    def windows(self, count: int, length: int, seed: int) -> I64:
+    def windows(self, count: int, length: int, seed: int, part: Part = WHOLE) -> I64:
         numbers = Random(seed)
         rows = [self._window(numbers.randrange(1000, 10**9), length) for _ in range(count)]
         return np.array(rows, np.int64).reshape(count, length)
@@ -90,6 +90,16 @@ class BuiltInCorpus:
             if len(ids) >= length:
                 break
         return ids[:length]
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A file of texts that are made together."""
+
+    path: Path
+    kind: Kind
+    rows: int
+    part: Part
 
 
 class Library:
@@ -106,40 +116,42 @@ class Library:
         """At least so many texts, of all kinds."""
         self._folder.mkdir(parents=True, exist_ok=True)
         jobs = list(self._jobs(num_texts))
-        report.stage("texts: the target reads and writes", sum(rows for _, _, rows in jobs))
-        for path, kind, rows in jobs:
-            if not path.is_file():
-                self._make(kind, rows, _seed(path, self._seed)).save(path)
-            for _ in range(rows):
+        report.stage("texts: the target reads and writes", sum(job.rows for job in jobs))
+        for job in jobs:
+            if not job.path.is_file():
+                self._make(job, _seed(job.path, self._seed)).save(job.path)
+            for _ in range(job.rows):
                 report.advance()
-        return Shelf([path for path, _, _ in jobs])
+        return Shelf([job.path for job in jobs])
 
-    def _jobs(self, num_texts: int) -> Iterator[tuple[Path, Kind, int]]:
+    def _jobs(self, num_texts: int) -> Iterator[_Job]:
         kinds = BASE_SHARES if self._form is None else CHAT_SHARES
         for kind, share in kinds.items():
-            left, number = max(1, round(num_texts * share)), 0
-            while left > 0:
-                rows = min(left, _READ_ROWS if kind == "corpus" else _WRITTEN_ROWS)
-                yield self._folder / f"{kind}-{number:05}.safetensors", kind, rows
-                left, number = left - rows, number + 1
+            left, most = max(1, round(num_texts * share)), _ROWS[kind]
+            parts = -(-left // most)
+            for number in range(parts):
+                path = self._folder / f"{kind}-{number:05}.safetensors"
+                yield _Job(path, kind, min(left, most), Part(number, parts))
+                left -= most
 
-    def _make(self, kind: Kind, rows: int, seed: int) -> Labelled:
-        if kind == "corpus":
-            ids = self._source.windows(rows, self._length, seed)
-            parts = [ids[i : i + _READ_AT_ONCE] for i in range(0, rows, _READ_AT_ONCE)]
+    def _make(self, job: _Job, seed: int) -> Labelled:
+        if job.kind == "corpus":
+            ids = self._source.windows(job.rows, self._length, seed, job.part)
+            parts = [ids[i : i + _READ_AT_ONCE] for i in range(0, job.rows, _READ_AT_ONCE)]
             return Labelled.join([label(self._target.model, self._target.head, p) for p in parts])
         ends = frozenset(self._text.source.eos_ids)
-        scripts = self._scripts(kind, rows, seed)
+        scripts = self._scripts(job, seed)
         return write(self._target.model, self._target.head, scripts, self._length, ends, seed)
 
-    def _scripts(self, kind: Kind, rows: int, seed: int) -> list[Script]:
+    def _scripts(self, job: _Job, seed: int) -> list[Script]:
+        kind, rows = job.kind, job.rows
         random, room = Random(seed), int(self._length * _EXTRACT)
         if kind == "continuations":
-            begun = self._source.windows(rows, room, seed)
+            begun = self._source.windows(rows, room, seed, job.part)
             return [Script(ids[: random.randint(1, room)], None) for ids in begun.tolist()]
         assert self._form is not None
         if kind == "answers":
-            logs = self._source.windows(rows, room, seed)
+            logs = self._source.windows(rows, room, seed, job.part)
             return [chat(self._form, self._about(ids, random)) for ids in logs.tolist()]
         # every second chat is about something that we name, as the model alone likes some topics
         asked = ([self._text.pieces(request(random))] if i % 2 else [] for i in range(rows))

@@ -178,12 +178,12 @@ def test_a_corpus_far_larger_than_memory(tmp_path: Path) -> None:
         file.write(b"\npump p101 stopped\n")
     code = (
         "import resource, sys; from pathlib import Path\n"
-        "from headrace.export.distill.corpus import CorpusFile\n"
+        "from headrace.export.distill.corpus import WHOLE, CorpusFile\n"
         "from headrace.export.checkpoint import open_checkpoint\n"
         "from headrace.export.text import Text\n"
         "text = Text.of(open_checkpoint(sys.argv[1]))\n"
         "file = CorpusFile.check(Path(sys.argv[2]))\n"
-        "assert file.windows(text, 8, 64, 0).shape == (8, 64)\n"
+        "assert file.windows(text, 8, 64, 0, WHOLE).shape == (8, 64)\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)\n"
     )
     done = subprocess.run(
