@@ -29,7 +29,7 @@ from headrace.export.calibrate import FloatWeights
 from headrace.export.checkpoint import open_checkpoint
 from headrace.export.distill.decoder import Decoder, Places
 from headrace.export.distill.labels import Labelled
-from headrace.export.distill.student import Batch, Head, Target, divergence_of
+from headrace.export.distill.student import Batch, Head, Target, divergence
 from headrace.export.distill.texts import BuiltInCorpus, Library
 from headrace.export.distilled import DistilledDraft
 from headrace.export.report import Silent
@@ -75,13 +75,13 @@ class LookAhead(torch.nn.Module):
 def loss_of(model: LookAhead, head: Head, texts: Labelled) -> Tensor:
     batch = Batch.of(texts)
     own, ahead = model(batch.ids)
-    base = divergence_of(own.flatten(0, 1), head, batch)
+    base = divergence(own.flatten(0, 1), head, batch)
     # a row ahead answers for what the target says once it knows the tokens between
     at = (model.anchors[:, None] + torch.arange(1, AHEAD + 1)).flatten()
     picked = Labelled(
         *(getattr(texts, n)[:, at.numpy()] for n in ("ids", "top_ids", "top_log_probs", "hidden"))
     )
-    return base + divergence_of(ahead.flatten(0, 2), head, Batch.of(picked))
+    return base + divergence(ahead.flatten(0, 2), head, Batch.of(picked))
 
 
 @torch.no_grad()

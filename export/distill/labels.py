@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import safetensors
 import torch
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 from torch import Tensor
 
 from headrace.export.distill.decoder import Decoder
@@ -49,7 +49,8 @@ class Labelled:
         """Whole or absent: what is interrupted leaves no file of this name."""
         partial = path.with_suffix(".partial")
         # of any other array the library stores what lies in memory
-        save_file({k: np.ascontiguousarray(v) for k, v in vars(self).items()}, partial)
+        data = save({k: np.ascontiguousarray(v) for k, v in vars(self).items()})
+        partial.write_bytes(data)  # save_file reports a full disk as an error of its own
         partial.replace(path)
 
 

@@ -195,7 +195,9 @@ class _Run:
         kept = None if self.options.vocab_keep is None else np.arange(self.options.vocab_keep)
         head = Head.of(self.target.head, kept)
         student = self.target.student(layers)
-        step_s = _seconds(lambda: divergence(student, head, batch).backward())
+        step_s = _seconds(
+            lambda: divergence(student(batch.ids).flatten(0, 1), head, batch).backward()
+        )
         return int(seconds / (step_s + label_s / EPOCHS) * ids.size)
 
     def kept(self, plan: Plan, shelf: Shelf, learned: list[int]) -> KeptTokens | None:

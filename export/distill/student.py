@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from headrace.errors import UsageError
 from headrace.export.calibrate import FloatWeights
@@ -79,20 +80,18 @@ class Batch:
     """[B * T, k]"""
     log_probs: Tensor
     """[B * T, k]"""
+    hidden: Tensor
+    """[B * T, D], the target's."""
 
     @classmethod
     def of(cls, texts: Labelled) -> Batch:
         ids, top_ids = (torch.from_numpy(part).long() for part in (texts.ids, texts.top_ids))
-        log_probs = torch.from_numpy(texts.top_log_probs).float()
-        return cls(ids, top_ids.flatten(0, 1), log_probs.flatten(0, 1))
+        halves = (texts.top_log_probs, texts.hidden)
+        log_probs, hidden = (torch.from_numpy(part).float().flatten(0, 1) for part in halves)
+        return cls(ids, top_ids.flatten(0, 1), log_probs, hidden)
 
 
-def divergence(student: Decoder, head: Head, batch: Batch) -> Tensor:
-    """`divergence_of` what the student makes of the batch."""
-    return divergence_of(student(batch.ids).flatten(0, 1), head, batch)
-
-
-def divergence_of(hidden: Tensor, head: Head, batch: Batch) -> Tensor:
+def divergence(hidden: Tensor, head: Head, batch: Batch) -> Tensor:
     """Mean KL divergence of rows [B * T, D] from the target's distributions, in nats a token.
 
     The target's most likely tokens count one by one, all others together as one. Those that the
@@ -110,6 +109,13 @@ def divergence_of(hidden: Tensor, head: Head, batch: Batch) -> Tensor:
     rest_p = (there - p.sum(-1)).clamp(min=_LEAST)
     rest_q = (1 - (ours.exp() * known).sum(-1)).clamp(min=_LEAST)
     return (apart + rest_p * (rest_p.log() - there.log() - rest_q.log())).mean()
+
+
+def angle(hidden: Tensor, batch: Batch) -> Tensor:
+    """Mean of 1 - cosine between rows [B * T, D] and the target's: both are read by one head, which
+    a direction that is right before any softmax serves as well.
+    """
+    return (1 - F.cosine_similarity(hidden, batch.hidden, dim=-1)).mean()
 
 
 @dataclass(frozen=True)

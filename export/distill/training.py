@@ -4,6 +4,7 @@ happens in between.
 
 from __future__ import annotations
 
+import io
 import json
 import time
 from collections.abc import Callable
@@ -15,15 +16,17 @@ import torch
 
 from headrace.export.distill.decoder import Decoder
 from headrace.export.distill.labels import Shelf
-from headrace.export.distill.student import Batch, Head, Likeness, divergence
+from headrace.export.distill.student import Batch, Head, Likeness, angle, divergence
 
-BATCH = 4
+BATCH = 2
 """Texts a step."""
 WARMUP = 20
 """Steps until the learning rate is at its highest."""
 LEARNING_RATE = 1e-3
 BETAS = (0.9, 0.95)
 MAX_NORM = 1.0
+ANGLE_WEIGHT = 1.0
+"""Of the hidden states' part in the loss, beside the divergence in nats."""
 
 SAVE_EVERY_S = 60.0
 """What an interruption loses."""
@@ -93,8 +96,10 @@ class Trainer:
             "seconds": self._seconds,
             "log": [json.dumps(asdict(line)) for line in self.log],
         }
+        data = io.BytesIO()  # torch reports a full disk as an error of its own
+        torch.save(state, data)
         partial = path.with_suffix(".partial")
-        torch.save(state, partial)
+        partial.write_bytes(data.getbuffer())
         partial.replace(path)
 
     def run(
@@ -119,8 +124,9 @@ class Trainer:
         for group in self._optimizer.param_groups:
             group["lr"] = self._rate()
         batch = Batch.of(self._shelf.take(self._numbers(self.step)))
-        loss = divergence(self.student, self.head, batch)
-        loss.backward()
+        hidden = self.student(batch.ids).flatten(0, 1)  # [B * T, D]
+        loss = divergence(hidden, self.head, batch)
+        (loss + ANGLE_WEIGHT * angle(hidden, batch)).backward()
         torch.nn.utils.clip_grad_norm_(self.student.parameters(), MAX_NORM)
         self._optimizer.step()
         self._optimizer.zero_grad()
