@@ -1,8 +1,10 @@
 """Deferred against in-line drafting on an RK3588, simulated from published speeds of its parts.
 
-    python benchmarks/deferral_sim.py [--tokens 20000] [--contention 1.0 1.15 1.3] [--plot OUT.png] [--json]
+    python benchmarks/deferral_sim.py [--tokens 20000] [--contention 1.0 1.15 1.3]
+                                      [--distilled] [--acceptance P ...] [--plot OUT.png] [--json]
 
 A draft of 0.5B and a target of 1.5B, one on the NPU and one on the four A76 cores, both ways round.
+With --distilled the draft is one that `headrace distill` makes of that target, on the NPU.
 In-line (Leviathan et al., 2023): draft k tokens, verify them in a pass of k + 1 rows, and so on; one
 device waits for the other. Deferred: while the target verifies, the draft extends the likeliest
 outcomes (all accepted and its own guess of the bonus token; rejected at depth j and its runner-up
@@ -31,6 +33,9 @@ from typing import Any
 
 WEIGHTS_05B, WEIGHTS_15B = 0.494e9, 1.544e9
 """Of Qwen2.5; the head is the embedding, so every pass reads all of them."""
+
+WEIGHTS_DISTILLED = 4 * (WEIGHTS_15B - 151_936 * 1536) / 28 + 16_384 * 1536
+"""Four of the 28 layers of the 1.5B, and 16,384 rows of its head."""
 
 # Fit of Rockchip's table for the RK3588 (rknn-llm v1.3.0, benchmark.md: w8a8, three cores, full
 # clocks): 41.6 tokens/s of Qwen2 0.5B, 16.7 of Qwen2.5 1.5B and the models between.
@@ -102,7 +107,14 @@ class Placement:
     """Lines that one draft step may extend: several where rows are cheap."""
 
 
-def placements(branches: int) -> list[Placement]:
+def placements(branches: int, is_distilled: bool = False) -> list[Placement]:
+    if is_distilled:
+        target, row_ms = (
+            cpu(WEIGHTS_15B, HEAD_15B),
+            NPU_ROW_MS_15B * WEIGHTS_DISTILLED / WEIGHTS_15B,
+        )
+        draft = npu(WEIGHTS_DISTILLED, row_ms)
+        return [Placement("distilled draft NPU, target CPU", draft, target, branches)]
     npu_05b, npu_15b = npu(WEIGHTS_05B, NPU_ROW_MS_05B), npu(WEIGHTS_15B, NPU_ROW_MS_15B)
     cpu_05b, cpu_15b = cpu(WEIGHTS_05B, HEAD_05B), cpu(WEIGHTS_15B, HEAD_15B)
     return [
@@ -377,7 +389,7 @@ def point(placement: Placement, acceptance: float, args: argparse.Namespace) -> 
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    chosen = placements(args.branches)
+    chosen = placements(args.branches, args.distilled)
     return {
         "tokens": args.tokens,
         "seed": args.seed,
@@ -428,8 +440,16 @@ def plot(result: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, 2, figsize=(8, 3.6), sharey=True, layout="constrained")
-    for axis, (name, plain) in zip(axes, result["plain_tokens_per_s"].items(), strict=True):
+    plains = result["plain_tokens_per_s"]
+    figure, axes = pyplot.subplots(
+        1,
+        len(plains),
+        figsize=(4 * len(plains), 3.6),
+        sharey=True,
+        layout="constrained",
+        squeeze=False,
+    )
+    for axis, (name, plain) in zip(axes[0], plains.items(), strict=True):
         points = [p for p in result["points"] if p["placement"] == name]
         x = [p["acceptance"] for p in points]
         axis.axhline(plain, color="#888888", linewidth=1, label="plain decoding")
@@ -441,9 +461,9 @@ def plot(result: dict[str, Any], path: Path) -> None:
             axis.plot(x, y, style, color="#0b6e8f", linewidth=1.2, label=label)
         axis.set_title(name, fontsize=10)
         axis.set_xlabel("acceptance of a drafted token")
-    axes[0].set_ylim(bottom=0)  # of both; later than all lines, as it ends the scaling
-    axes[0].set_ylabel("tokens/s, simulated")
-    axes[0].legend(fontsize=8, frameon=False)
+    axes[0, 0].set_ylim(bottom=0)  # of all; later than all lines, as it ends the scaling
+    axes[0, 0].set_ylabel("tokens/s, simulated")
+    axes[0, 0].legend(fontsize=8, frameon=False)
     figure.savefig(path, dpi=100)
     pyplot.close(figure)
 
@@ -462,6 +482,7 @@ def main() -> None:
     parser.add_argument("--contention", type=float, nargs="+", default=CONTENTION)
     parser.add_argument("--runner-up", type=float, default=RUNNER_UP)
     parser.add_argument("--branches", type=int, default=4, help="lines of a draft step on the NPU")
+    parser.add_argument("--distilled", action="store_true", help="a draft of the target's layers")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--plot", type=Path, metavar="OUT.png")
     parser.add_argument("--json", action="store_true")

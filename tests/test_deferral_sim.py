@@ -121,3 +121,10 @@ def test_the_last_line_of_json_is_one_object(
     monkeypatch.setattr("sys.argv", ["deferral_sim.py", *arguments])
     sim.main()
     assert "deferred 1.15" in capsys.readouterr().out
+
+
+def test_a_distilled_draft_costs_less_than_a_sibling(sim: Any) -> None:
+    """Four layers of the 1.5B read less than all of the 0.5B; the target is the same."""
+    (distilled,), sibling = sim.placements(4, is_distilled=True), sim.placements(4)[0]
+    assert sim.NPU_FIXED_MS < distilled.draft(1) < 0.7 * sibling.draft(1)
+    assert distilled.target(5) == sibling.target(5)

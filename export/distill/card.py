@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.export.distill.options import Plan
+from headrace.export.distill.training import BATCH
 from headrace.sizes import show_size
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ def write_card(folder: Path, target: str, plan: Plan, done: Distilled) -> None:
     last = done.log[-1]
     corpus = ", ".join(Path(path).name for path in plan.corpus) or "generated logs and requests"
     rows = {
+        "made by": f"`{_command(target, plan)}`, torch {plan.torch}",
         "target": f"{target} (embedding {plan.target['embedding_sha256'][:12]})",
         "begun as its layers": ", ".join(map(str, done.layers)),
         "head": "whole"
@@ -50,6 +52,20 @@ def write_card(folder: Path, target: str, plan: Plan, done: Distilled) -> None:
         _draw(folder / CURVE, target, done)
         lines += [f"![The training]({CURVE})", ""]
     (folder / CARD).write_text("\n".join(lines), encoding="utf-8")
+
+
+def _command(target: str, plan: Plan) -> str:
+    """That gives the same weights again."""
+    options = {
+        "--layers": plan.layers,
+        "--vocab-keep": plan.vocab_keep,
+        "--tokens": plan.steps * BATCH * plan.length,
+        "--seed": plan.seed,
+        "--storage": plan.storage,
+    }
+    given = " ".join(f"{name} {value}" for name, value in options.items() if value is not None)
+    corpus = "".join(f" --corpus {Path(path).name}" for path in plan.corpus)
+    return f"headrace distill {target} -o DRAFT_DIR{corpus} {given}"
 
 
 def _draw(path: Path, target: str, done: Distilled) -> None:
