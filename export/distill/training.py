@@ -30,7 +30,7 @@ ANGLE_WEIGHT = 1.0
 
 SAVE_EVERY_S = 60.0
 """What an interruption loses."""
-_EVALUATE_PARTS = 40
+_EVALUATE_PARTS = 24
 """Looks at the held-out texts over a whole training."""
 
 
