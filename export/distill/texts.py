@@ -20,20 +20,18 @@ from headrace.export.report import Reporter
 from headrace.export.text import I64, Text
 from headrace.models import plantlog
 
-Kind = Literal["corpus", "chats", "answers", "continuations"]
+READ_SHARE = 0.35
+"""Of the texts, those that the target reads; it writes the others."""
 
-CHAT_SHARES: dict[Kind, float] = {
-    "corpus": 0.35,
-    "chats": 0.4,
-    "answers": 0.15,
-    "continuations": 0.1,
-}
-"""Of the texts, for a target that answers questions."""
-BASE_SHARES: dict[Kind, float] = {"corpus": 0.6, "continuations": 0.4}
-"""For one that does not."""
+Kind = Literal["chats", "answers", "continuations"]
 
-_ROWS: dict[Kind, int] = {"corpus": 32, "chats": 64, "answers": 64, "continuations": 64}
-"""Texts a file: what an interruption loses. Writing is faster the more texts are written at once."""
+CHAT_SHARES: dict[Kind, float] = {"chats": 0.6, "answers": 0.25, "continuations": 0.15}
+"""Of the texts that are written, by a target that answers questions."""
+BASE_SHARES: dict[Kind, float] = {"continuations": 1.0}
+"""By one that does not."""
+
+_READ_ROWS, _WRITTEN_ROWS = 32, 128
+"""Texts a file: what an interruption loses. A text is written the faster, the more are at once."""
 _READ_AT_ONCE = 4
 _EXTRACT = 0.5
 """Of a text, what an answer's log or a continuation's beginning may take."""
@@ -97,9 +95,10 @@ class _Job:
     """A file of texts that are made together."""
 
     path: Path
-    kind: Kind
+    is_read: bool
     rows: int
     part: Part
+    seed: int
 
 
 class Library:
@@ -119,43 +118,55 @@ class Library:
         report.stage("texts: the target reads and writes", sum(job.rows for job in jobs))
         for job in jobs:
             if not job.path.is_file():
-                self._make(job, _seed(job.path, self._seed)).save(job.path)
+                (self._read if job.is_read else self._write)(job).save(job.path)
             for _ in range(job.rows):
                 report.advance()
         return Shelf([job.path for job in jobs])
 
     def _jobs(self, num_texts: int) -> Iterator[_Job]:
-        kinds = BASE_SHARES if self._form is None else CHAT_SHARES
-        for kind, share in kinds.items():
-            left, most = max(1, round(num_texts * share)), _ROWS[kind]
+        num_read = max(1, round(num_texts * READ_SHARE))
+        for is_read, left, most in (
+            (True, num_read, _READ_ROWS),
+            (False, num_texts - num_read, _WRITTEN_ROWS),
+        ):
             parts = -(-left // most)
             for number in range(parts):
-                path = self._folder / f"{kind}-{number:05}.safetensors"
-                yield _Job(path, kind, min(left, most), Part(number, parts))
-                left -= most
+                name = f"{'read' if is_read else 'written'}-{number:05}.safetensors"
+                # a file's own seed: it is the same whichever files were there before
+                seed = self._seed * 1_000_003 + number + (0 if is_read else 500_000)
+                rows = min(left, most)
+                yield _Job(self._folder / name, is_read, rows, Part(number, parts), seed)
+                left -= rows
 
-    def _make(self, job: _Job, seed: int) -> Labelled:
-        if job.kind == "corpus":
-            ids = self._source.windows(job.rows, self._length, seed, job.part)
-            parts = [ids[i : i + _READ_AT_ONCE] for i in range(0, job.rows, _READ_AT_ONCE)]
-            return Labelled.join([label(self._target.model, self._target.head, p) for p in parts])
+    def _read(self, job: _Job) -> Labelled:
+        ids = self._source.windows(job.rows, self._length, job.seed, job.part)
+        parts = [ids[i : i + _READ_AT_ONCE] for i in range(0, job.rows, _READ_AT_ONCE)]
+        return Labelled.join([label(self._target.model, self._target.head, p) for p in parts])
+
+    def _write(self, job: _Job) -> Labelled:
         ends = frozenset(self._text.source.eos_ids)
-        scripts = self._scripts(job, seed)
-        return write(self._target.model, self._target.head, scripts, self._length, ends, seed)
+        scripts = self._scripts(job)
+        return write(self._target.model, self._target.head, scripts, self._length, ends, job.seed)
 
-    def _scripts(self, job: _Job, seed: int) -> list[Script]:
-        kind, rows = job.kind, job.rows
-        random, room = Random(seed), int(self._length * _EXTRACT)
-        if kind == "continuations":
-            begun = self._source.windows(rows, room, seed, job.part)
-            return [Script(ids[: random.randint(1, room)], None) for ids in begun.tolist()]
-        assert self._form is not None
+    def _scripts(self, job: _Job) -> list[Script]:
+        random, room = Random(job.seed), int(self._length * _EXTRACT)
+        shares = BASE_SHARES if self._form is None else CHAT_SHARES
+        kinds = random.choices(list(shares), list(shares.values()), k=job.rows)
+        stretches = self._source.windows(job.rows, room, job.seed, job.part).tolist()
+        return [
+            self._script(kind, stretch, random)
+            for kind, stretch in zip(kinds, stretches, strict=True)
+        ]
+
+    def _script(self, kind: Kind, stretch: list[int], random: Random) -> Script:
+        """`stretch` is of the corpus."""
+        if self._form is None or kind == "continuations":
+            return Script(stretch[: random.randint(1, len(stretch))], None)
         if kind == "answers":
-            logs = self._source.windows(rows, room, seed, job.part)
-            return [chat(self._form, self._about(ids, random)) for ids in logs.tolist()]
+            return chat(self._form, self._about(stretch, random))
         # every second chat is about something that we name, as the model alone likes some topics
-        asked = ([self._text.pieces(request(random))] if i % 2 else [] for i in range(rows))
-        return [chat(self._form, questions) for questions in asked]
+        asked = [self._text.pieces(request(random))] if random.random() < 0.5 else []
+        return chat(self._form, asked)
 
     def _about(self, log: list[int], random: Random) -> list[list[int]]:
         """Questions about a log, which stands before the first."""
@@ -163,10 +174,3 @@ class Library:
         first, *more = (questions(random) for _ in range(3))
         framed = random.choice(("{log}\n\n{ask}", "Log:\n{log}\n{ask}", "{ask}\n\n{log}"))
         return [self._text.pieces(t) for t in (framed.format(log=extract, ask=first), *more)]
-
-
-def _seed(path: Path, seed: int) -> int:
-    """A file's own: the same whichever files were there before."""
-    kind, _, number = path.stem.partition("-")
-    kinds: list[str] = list(CHAT_SHARES)
-    return seed * 1_000_003 + kinds.index(kind) * 100_003 + int(number)
