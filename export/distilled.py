@@ -77,7 +77,7 @@ def write_draft(folder: Path, draft: DraftWeights, storage: str = "f16") -> None
         raise UsageError(f"storage: got {storage!r}, allowed are {', '.join(STORAGES)}")
     target = draft.target
     config = reduced_config(target.config, draft.layers)
-    values = _config_json(target, config)
+    values = config_json(target, draft.layers)
     # GGUF files add the family's offset to norms, Hugging Face folders never do
     shift = np.float32(config_from_hf(values).norm_offset - config.norm_offset)
     store = STORAGES[storage]
@@ -99,8 +99,9 @@ def write_draft(folder: Path, draft: DraftWeights, storage: str = "f16") -> None
     note.write(folder / NOTE)
 
 
-def _config_json(target: Checkpoint, config: ModelConfig) -> dict[str, Any]:
-    """For a model like the target with the layers of `config`."""
+def config_json(target: Checkpoint, layers: tuple[int, ...]) -> dict[str, Any]:
+    """For a model like the target with these layers; raises UnsupportedModelError."""
+    config = reduced_config(target.config, layers)
     if isinstance(target, HuggingFaceCheckpoint):
         values = with_layers(read_json(target.folder / CONFIG), config)
     else:

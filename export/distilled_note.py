@@ -71,7 +71,8 @@ class DraftNote:
             f" {json.dumps(key)}: {json.dumps(value, ensure_ascii=False, allow_nan=False)}"
             for key, value in values.items()
         ]
-        path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+        # names of files may hold what is no text
+        path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8", errors="replace")
 
     @classmethod
     def read(cls, path: Path) -> DraftNote:

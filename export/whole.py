@@ -38,7 +38,17 @@ def whole_or_absent(out: Path) -> Iterator[Path]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise StorageError(f"{out}: the disk is full; make room and try again") from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
+        if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
+            raise StorageError(
+                f"{out}: has come to be meanwhile; remove it and try again"
+            ) from error
+        if error.errno in (
+            errno.EACCES,
+            errno.EPERM,
+            errno.EROFS,
+            errno.ENOTDIR,
+            errno.ENAMETOOLONG,
+        ):
             raise StorageError(f"{out}: cannot be written: {error.strerror}") from error
         raise
 

@@ -20,6 +20,7 @@ REFUSED = {
     ("-o", "x", "--json"): "--no-speed and --json need --eval",
     ("--eval", "x", "-o", "y"): "--eval trains nothing",
     ("--eval", "x", "--layers", "2"): "--eval trains nothing",
+    ("--eval", "x", "--seed", "0"): "--eval trains nothing",
     ("plant.log", "-o", "x"): "texts are given with --corpus",
     ("-o", "x", "--storage", "int3"): "int3",
 }

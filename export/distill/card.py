@@ -6,6 +6,7 @@ import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headrace.export.distill.corpus import apart
 from headrace.export.distill.options import Plan
 from headrace.export.distill.training import BATCH
 from headrace.sizes import show_size
@@ -19,7 +20,7 @@ CARD, CURVE = "README.md", "training.png"
 def write_card(folder: Path, target: str, plan: Plan, done: Distilled) -> None:
     """README.md, and where matplotlib is installed the curve of the training."""
     last = done.log[-1]
-    corpus = ", ".join(Path(path).name for path in plan.corpus) or "generated logs and requests"
+    corpus = ", ".join(apart([Path(path) for path in plan.corpus])) or "generated logs and requests"
     rows = {
         "made by": f"`{_command(target, plan)}`, torch {plan.torch}",
         "target": f"{target} (embedding {plan.target['embedding_sha256'][:12]})",
@@ -51,7 +52,7 @@ def write_card(folder: Path, target: str, plan: Plan, done: Distilled) -> None:
     if importlib.util.find_spec("matplotlib") is not None:
         _draw(folder / CURVE, target, done)
         lines += [f"![The training]({CURVE})", ""]
-    (folder / CARD).write_text("\n".join(lines), encoding="utf-8")
+    (folder / CARD).write_text("\n".join(lines), encoding="utf-8", errors="replace")
 
 
 def _command(target: str, plan: Plan) -> str:
@@ -85,6 +86,6 @@ def _draw(path: Path, target: str, done: Distilled) -> None:
     right.set_ylim(0, 1)
     right.set_ylabel("on texts held out")
     right.legend(fontsize=8, frameon=False)
-    left.set_title(f"A draft for {target}", fontsize=10)
+    left.set_title(f"A draft for {target}", fontsize=10, parse_math=False)
     figure.savefig(path, dpi=100)
     pyplot.close(figure)

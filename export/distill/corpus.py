@@ -41,10 +41,15 @@ class CorpusFile:
 
     @classmethod
     def check(cls, path: Path) -> CorpusFile:
-        """Reads all of it once, a part at a time; raises UsageError."""
+        """Reads all of it once, a part at a time; raises UsageError.
+
+        A pipe or a device is none: windows are read from it anew, at places.
+        """
         digest, decoder, size = hashlib.sha256(), codecs.getincrementaldecoder("utf-8")(), 0
         has_text = False
         try:
+            if path.exists() and not path.is_file() and not path.is_dir():
+                raise UsageError(f"corpus: {path} is no file but a pipe or device; give a file")
             with path.open("rb") as file:
                 while chunk := file.read(_CHUNK):
                     digest.update(chunk)
@@ -84,12 +89,23 @@ class CorpusFile:
             piece = file.read(length * _BYTES_PER_TOKEN)
             start += len(piece)
             if not piece:
+                if not start:
+                    raise UsageError(f"corpus: {self.path} has become empty while it was read")
                 start = 0
                 continue
             found = text.pieces(piece.decode("utf-8", errors="ignore"))
             # a piece's end may be in the middle of a token: what follows is read elsewhere
             ids += found if start >= self.size or len(found) < 2 else found[:-1]
         return ids[:length]
+
+
+def apart(paths: Sequence[Path]) -> list[str]:
+    """Names of files; whole paths of those that have one name."""
+    names = [path.name for path in paths]
+    return [
+        name if names.count(name) == 1 else str(path)
+        for name, path in zip(names, paths, strict=True)
+    ]
 
 
 def _line_start(file: BinaryIO, offset: int) -> int:

@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headrace.errors import UnsupportedModelError, UsageError
 from headrace.export.calibrate import FloatWeights
 from headrace.export.checkpoint import open_checkpoint
-from headrace.export.distill.corpus import WHOLE, CorpusFile
+from headrace.export.distill.corpus import WHOLE, CorpusFile, apart
 from headrace.export.distill.decoder import Cache, Decoder
 from headrace.export.distill.options import WINDOW
 from headrace.export.distill.student import Head, Target
@@ -35,6 +36,8 @@ _NUM_TEXTS = 16
 _AT_ONCE = 4
 _PREFIXES = (0.4, 0.65, 0.9)
 """Where in a text chains begin, as shares of its length."""
+_LEAST_LENGTH = 3
+"""Of a text, so that there is something before each chain."""
 _SEED = 20_260_101
 """Other requests than any training's."""
 
@@ -79,10 +82,18 @@ def evaluate(
     draft = DistilledDraft.open(draft_folder, checkpoint, text)
     pair = _Pair.load(Target.load(checkpoint), draft)
     length = min(WINDOW, checkpoint.config.max_position - MAX_DEPTH - 1)
-    kinds: dict[str, I64] = {
-        file.path.name: file.windows(text, _NUM_TEXTS, length, _SEED, WHOLE) for file in files
-    }
+    if length < _LEAST_LENGTH:
+        raise UnsupportedModelError(
+            f"{checkpoint.name}: its context has {checkpoint.config.max_position} positions, to "
+            f"evaluate takes {_LEAST_LENGTH + MAX_DEPTH + 1}"
+        )
     form = ChatForm.of(text)
+    if form is None and not files:
+        raise UsageError(f"corpus: {checkpoint.name} does not chat; give texts with --corpus")
+    kinds: dict[str, I64] = {
+        name: file.windows(text, _NUM_TEXTS, length, _SEED, WHOLE)
+        for name, file in zip(apart(corpus), files, strict=True)
+    }
     report.stage("comparing", len(kinds) + (form is not None))
     if form is not None:
         kinds[CHATS] = _chats(pair.target, text, form, length)

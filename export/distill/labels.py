@@ -17,6 +17,7 @@ import torch
 from safetensors.numpy import save
 from torch import Tensor
 
+from headrace.errors import SourceError
 from headrace.export.distill.decoder import Decoder
 
 NUM_TOP = 32
@@ -55,12 +56,17 @@ class Labelled:
 
 
 class Shelf:
-    """Labelled texts in files, of which one row at a time is read."""
+    """Labelled texts in files, of which one row at a time is read.
+
+    No file stays open: what was read of a mapped one would count as this process's memory.
+    """
 
     def __init__(self, paths: list[Path]) -> None:
-        self._files: list[Any] = [safetensors.safe_open(path, framework="numpy") for path in paths]
-        sizes = [file.get_slice("ids").get_shape()[0] for file in self._files]
-        self._places = [(i, row) for i, size in enumerate(sizes) for row in range(size)]
+        """Raises SourceError for a damaged file."""
+        sizes = [_opened(path).get_slice("ids").get_shape()[0] for path in paths]
+        self._places = [
+            (path, row) for path, size in zip(paths, sizes, strict=True) for row in range(size)
+        ]
 
     def __len__(self) -> int:
         return len(self._places)
@@ -68,9 +74,17 @@ class Shelf:
     def take(self, numbers: list[int]) -> Labelled:
         return Labelled.join([self._row(*self._places[number]) for number in numbers])
 
-    def _row(self, file: int, row: int) -> Labelled:
+    def _row(self, path: Path, row: int) -> Labelled:
+        file = _opened(path)
         names = [each.name for each in dataclasses.fields(Labelled)]
-        return Labelled(*(self._files[file].get_slice(name)[row : row + 1] for name in names))
+        return Labelled(*(file.get_slice(name)[row : row + 1] for name in names))
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safetensors.safe_open(path, framework="numpy")
+    except safetensors.SafetensorError as error:
+        raise SourceError(f"{path}: damaged ({error}); remove it, and it is made anew") from error
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ WINDOW = 512
 EPOCHS = 4
 """How often the student reads each text: the target's word on it costs more than a reading."""
 STORAGES = ("f16", "int8")
+_MAX_TOKENS, _MAX_SEED = 10**10, (1 << 32) - 1
 
 
 @dataclass(frozen=True)
@@ -37,13 +38,25 @@ class DistillOptions:
     """One of STORAGES."""
     resume: bool = False
 
+    def files(self) -> list[Path]:
+        """The corpus with whole paths, each file once; raises UsageError."""
+        try:
+            return list(dict.fromkeys(path.resolve() for path in self.corpus))
+        except (OSError, RuntimeError) as error:  # a link that leads to itself
+            raise UsageError(f"corpus: {error}") from error
+
     def check(self) -> None:
         """Raises UsageError for what no target allows."""
         if self.tokens is not None and self.minutes is not None:
             raise UsageError("tokens and time: each says how much to train; give one of them")
-        for name, value, least in (("tokens", self.tokens, 1), ("layers", self.layers, 1)):
-            if value is not None and value < least:
-                raise UsageError(f"{name}: got {value}, at least {least} is needed")
+        if self.layers is not None and self.layers < 1:
+            raise UsageError(f"layers: got {self.layers}, at least 1 is needed")
+        for name, value, least, most in (
+            ("tokens", self.tokens, 1, _MAX_TOKENS),
+            ("seed", self.seed, 0, _MAX_SEED),
+        ):
+            if value is not None and not least <= value <= most:
+                raise UsageError(f"{name}: got {value}, allowed are {least} to {most}")
         if self.minutes is not None and not 0 < self.minutes < 60 * 24 * 365:
             raise UsageError(
                 f"time: got {self.minutes} minutes, allowed is more than 0, up to a year"
@@ -81,18 +94,28 @@ class Plan:
         """Raises UsageError for what another version has left."""
         try:
             values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            return cls(**values)
+            plan = cls(**values)
+            for field in dataclasses.fields(cls):
+                value = getattr(plan, field.name)
+                if field.type == "int" and not (isinstance(value, int) and value >= 0):
+                    raise ValueError(f"{field.name} is {value!r}")
+            return plan
         except (ValueError, TypeError) as error:
             raise UsageError(
                 f"{path}: not an interrupted run of this version ({error}); remove its folder"
             ) from error
 
-    def check_resumed(self, options: DistillOptions, target: dict[str, str]) -> None:
+    def check_resumed(self, options: DistillOptions, target: dict[str, str], torch: str) -> None:
         """Raises UsageError if something else is asked for than the run began with."""
         if self.target != target:
             raise UsageError(
                 f"resume: the interrupted run learns from {self.target['name']}, not from this "
                 f"{target['name']}: their weights or tokenizers differ"
+            )
+        if self.torch != torch:
+            raise UsageError(
+                f"resume: the interrupted run began with torch {self.torch}, and {torch} computes "
+                "other last bits; install that one, or remove the interrupted run"
             )
         for name in ("layers", "vocab_keep", "seed", "storage"):
             wanted = getattr(options, name)
@@ -105,7 +128,7 @@ class Plan:
             raise UsageError(
                 "resume: how long to train is settled already; leave out tokens and time"
             )
-        if options.corpus and [str(p.resolve()) for p in options.corpus] != list(self.corpus):
+        if options.corpus and [str(path) for path in options.files()] != list(self.corpus):
             raise UsageError(
                 f"resume: the interrupted run reads {', '.join(self.corpus) or 'the built-in corpus'};"
                 " leave the corpus out, or give the same files"

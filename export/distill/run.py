@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import resource
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -13,10 +16,10 @@ import numpy as np
 import torch
 
 import headrace
-from headrace.errors import SourceError, UsageError
+from headrace.errors import SourceError, UnsupportedModelError, UsageError
 from headrace.export.checkpoint import open_checkpoint
 from headrace.export.distill.card import write_card
-from headrace.export.distill.corpus import CorpusFile
+from headrace.export.distill.corpus import CorpusFile, apart
 from headrace.export.distill.labels import Shelf, label
 from headrace.export.distill.options import (
     DEFAULT_LAYERS,
@@ -36,13 +39,16 @@ from headrace.export.distill.student import (
 )
 from headrace.export.distill.texts import BuiltInCorpus, Library, Source, UserCorpus
 from headrace.export.distill.training import BATCH, Progress, Trainer
-from headrace.export.distilled import DraftWeights, write_draft
+from headrace.export.distilled import DraftWeights, config_json, write_draft
 from headrace.export.distilled_note import identity
 from headrace.export.report import Reporter
 from headrace.export.text import Text
 from headrace.export.vocab_trim import KeptTokens, most_frequent
 from headrace.export.whole import whole_or_absent
 
+PLAN = "plan.json"
+_LEAST_POSITIONS = 8
+"""Of a target's context: texts that are shorter teach nothing."""
 _HELD_OUT = 32
 """One of so many texts is not learned from."""
 _LEAST_HELD_OUT, _MOST_HELD_OUT = 2, 24
@@ -79,10 +85,12 @@ def distill(
         StorageError: `out` cannot be written.
     """
     options.check()
-    if out.exists():
+    if os.path.lexists(out):
         raise UsageError(f"{out}: exists already; choose another name or remove it")
     work = work_folder(out)
-    if options.resume and not (work / "plan.json").is_file():
+    if os.path.lexists(work) and not (work / PLAN).is_file():
+        raise UsageError(f"{work}: not a whole interrupted run, it has no {PLAN}; remove it")
+    if options.resume and not work.exists():
         raise UsageError(f"resume: there is no interrupted run of {out}; leave it out to begin one")
     if work.exists() and not options.resume:
         raise UsageError(f"{work}: an interrupted run; go on with --resume, or remove it")
@@ -108,12 +116,16 @@ class _Run:
         report.stage(f"reading {source}")
         checkpoint = open_checkpoint(source)
         self.text = Text.of(checkpoint)
-        self.files = [CorpusFile.check(path.resolve()) for path in options.corpus]
+        self.files = [CorpusFile.check(path) for path in options.files()]
         self.target = Target.load(checkpoint)
         self.identity = identity(checkpoint, self.text)
 
     def run(self) -> Distilled:
         plan = self.resumed() if self.options.resume else self.begun()
+        with _alone(self.work):
+            return self.worked(plan)
+
+    def worked(self, plan: Plan) -> Distilled:
         torch.set_num_threads(plan.threads)
         library = Library(
             self.work / "texts",
@@ -147,8 +159,8 @@ class _Run:
         return UserCorpus(self.files, self.text) if self.files else BuiltInCorpus(self.text)
 
     def resumed(self) -> Plan:
-        plan = Plan.load(self.work / "plan.json")
-        plan.check_resumed(self.options, self.identity)
+        plan = Plan.load(self.work / PLAN)
+        plan.check_resumed(self.options, self.identity, str(torch.__version__))
         self.files = [CorpusFile.check(Path(path)) for path in plan.corpus]
         for file in self.files:
             if file.sha256 != plan.corpus[str(file.path)]:
@@ -158,8 +170,14 @@ class _Run:
     def begun(self) -> Plan:
         options, config = self.options, self.target.checkpoint.config
         length = min(WINDOW, config.max_position)
-        layers = options.layers or DEFAULT_LAYERS
+        if length < _LEAST_POSITIONS:
+            raise UnsupportedModelError(
+                f"{self.text.name}: its context has {length} positions, to distil from it takes "
+                f"{_LEAST_POSITIONS}"
+            )
+        layers = options.layers or min(DEFAULT_LAYERS, config.num_layers)
         begun = begun_with(config.num_layers, layers)
+        config_json(self.target.checkpoint, begun)  # what cannot be written is not trained
         if options.vocab_keep is not None:
             most_frequent(self.text, np.zeros(config.vocab_size, np.int64), options.vocab_keep)
         threads = torch.get_num_threads()
@@ -182,8 +200,8 @@ class _Run:
             threads=threads,
             torch=torch.__version__,
         )
-        self.work.mkdir(parents=True)
-        plan.save(self.work / "plan.json")
+        with whole_or_absent(self.work) as folder:
+            plan.save(folder / PLAN)
         return plan
 
     def affordable(self, seconds: float, layers: tuple[int, ...], length: int) -> int:
@@ -225,6 +243,7 @@ class _Run:
 
     def write(self, trainer: Trainer, plan: Plan, kept: KeptTokens | None, done: Distilled) -> None:
         self.report.stage(f"writing {self.out}")
+        paths = [Path(path) for path in plan.corpus]
         training = {
             "created_by": f"headrace {headrace.__version__}",
             "torch": plan.torch,
@@ -232,7 +251,7 @@ class _Run:
             "tokens": plan.num_texts * plan.length,
             "steps": plan.steps,
             "trained_tokens": plan.steps * BATCH * plan.length,
-            "corpus": {Path(path).name: sha for path, sha in plan.corpus.items()},
+            "corpus": dict(zip(apart(paths), plan.corpus.values(), strict=True)),
             "coverage": done.coverage,
             "peak_bytes": done.peak_bytes,
             "seed": plan.seed,
@@ -250,6 +269,20 @@ class _Run:
             write_draft(folder, weights, plan.storage)
             write_card(folder, self.target.checkpoint.name, plan, done)
         shutil.rmtree(self.work)
+
+
+@contextmanager
+def _alone(work: Path) -> Iterator[None]:
+    """Raises UsageError while another process works on the same run."""
+    fd = os.open(work / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UsageError(f"{work}: another process is at it; wait, or end that one") from error
+        yield
+    finally:
+        os.close(fd)
 
 
 def _split(num_texts: int, num_held_out: int) -> tuple[list[int], list[int]]:

@@ -11,16 +11,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 
 import torch
 from torch import Tensor
 
+from headrace.errors import UsageError
 from headrace.export.distill.decoder import Cache, Decoder
 from headrace.export.distill.labels import Labelled, best, labelled
 from headrace.export.text import Text
 from headrace.models.chat_template import render
 
 TEMPERATURE = 0.8
+
+_DAY = datetime(2026, 1, 1)
+"""What a template is told that today is: a run that is resumed writes the same on any day."""
 
 _MARKS = ("QUESTIONONE", "ANSWERONE", "QUESTIONTWO")
 
@@ -51,7 +56,14 @@ class ChatForm:
             name: "" if token is None else text.inner.id_to_token(token)
             for name, token in names.items()
         }
-        whole = render(source.chat_template, messages, variables)
+        try:
+            whole = render(
+                source.chat_template, messages, variables | {"strftime_now": _DAY.strftime}
+            )
+        except UsageError:  # e.g. it allows one question
+            return None
+        if any(whole.count(mark) != 1 for mark in _MARKS):
+            return None
         parts: list[list[int]] = []
         for mark in _MARKS:
             part, found, whole = whole.partition(mark)

@@ -13,7 +13,7 @@ import click
 
 from headrace.commands.export import export_libraries, one_interrupt
 from headrace.commands.terminal import print_facts, print_table, reporter, say, size
-from headrace.errors import HeadraceError, UsageError
+from headrace.errors import HeadraceError, StorageError, UsageError
 
 if TYPE_CHECKING:
     from headrace.export.distill.evaluate import Figures
@@ -107,7 +107,8 @@ def command(
         raise UsageError(f"got {more_corpus[0]} beside TARGET; texts are given with --corpus")
     files = (*corpus, *more_corpus)
     if evaluated is not None:
-        given = [name for name, value in {**options, "time": time}.items() if value]
+        asked = {**options, "time": time}.values()
+        given = [value for value in asked if value is not None and value is not False]
         if output is not None or given:
             raise UsageError("--eval trains nothing; leave out -o and what belongs to a training")
         _evaluate(target, evaluated, files, no_speed, as_json)
@@ -125,8 +126,8 @@ def command(
         try:
             with one_interrupt(), reporter() as report:
                 done = distill(target, output, settings, report, _tell)
-        except (KeyboardInterrupt, SystemExit):
-            if work_folder(output).exists():
+        except (KeyboardInterrupt, SystemExit, OSError, StorageError):
+            if work_folder(output).is_dir():
                 say(f"{work_folder(output)} holds what is done; go on with --resume")
             raise
     last = done.log[-1]

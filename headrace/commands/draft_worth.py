@@ -65,7 +65,9 @@ def measure(target: str, draft: Path, logs: Sequence[Path], report: Reporter) ->
 
     with TemporaryDirectory(prefix="headrace-") as folder:
         bundle = Path(folder) / "pair"
-        export(target, bundle, ExportOptions(draft=DraftOptions(str(draft))), report)
+        # the gate is for bundles that are kept
+        options = ExportOptions(draft=DraftOptions(str(draft)), force=True)
+        export(target, bundle, options, report)
         with LLM(bundle, say=say, cache=Path(folder) / "cache") as llm:
             speculation = llm.engine.speculation
             assert speculation is not None and speculation.drafter is not None
