@@ -10,6 +10,7 @@ import pytest
 from commandline import CommandLine
 from gguf import GGMLQuantizationType
 from tiny_checkpoints import TINY
+from tiny_distilled import distilled
 from tiny_gguf import write_gguf
 
 from headrace.export import demo_model
@@ -35,7 +36,9 @@ def test_the_demo(
 ) -> None:
     """A second run reuses the bundle, and a bundle that was damaged is made again."""
     monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
+    draft = distilled(tmp_path / "draft", tiny_gguf)
     monkeypatch.setattr(demo_model, "obtain", lambda: tiny_gguf)
+    monkeypatch.setattr(demo_model, "draft", lambda: draft)
     first = command("demo")
     assert first.code == 0, first.err
     again = command("demo")
@@ -47,5 +50,5 @@ def test_the_demo(
     assert healed.code == 0, healed.err
     assert "making it again" in healed.err
     for run in (first, again, healed):
-        for words in ("Question: ", "lines 181-200", "time to first token", "peak memory"):
+        for words in ("Question: ", "lines 181-200", "plain decoding", "speed-up", "peak memory"):
             assert words in run.out, words

@@ -102,10 +102,10 @@ def _bundle(source: Path, source_sha256: str, draft: Path) -> Path:
 
 def _prior(bundle: Path) -> Path:
     """An index of an older log of the plant, made once for a bundle."""
-    prior = bundle.with_name(f"{bundle.name}.prior")
+    prior = cache_dir() / "priors" / f"{bundle.name}.prior"
     if not prior.exists():
-        with _lock(bundle.parent):
-            log = bundle.with_name(f"{bundle.name}.log")
+        with _lock(prior.parent):
+            log = prior.with_suffix(".log")
             older = islice(lines(_PRIOR_SEED), _PRIOR_LINES)
             log.write_text("".join(f"{line}\n" for line in older), encoding="utf-8")
             _run("prior", "build", log, "-o", prior, "--bundle", bundle, "--force")
