@@ -37,7 +37,14 @@ from headrace.export.distill.student import (
     divergence,
     trained_weights,
 )
-from headrace.export.distill.texts import BuiltInCorpus, Library, Source, UserCorpus
+from headrace.export.distill.texts import (
+    READ_SHARE,
+    WRITING_COST,
+    BuiltInCorpus,
+    Library,
+    Source,
+    UserCorpus,
+)
 from headrace.export.distill.training import BATCH, Progress, Trainer
 from headrace.export.distilled import DraftWeights, config_json, write_draft
 from headrace.export.distilled_note import identity
@@ -216,7 +223,8 @@ class _Run:
         step_s = _seconds(
             lambda: divergence(student(batch.ids).flatten(0, 1), head, batch).backward()
         )
-        return int(seconds / (step_s + label_s / EPOCHS) * ids.size)
+        text_s = label_s * (READ_SHARE + WRITING_COST * (1 - READ_SHARE))
+        return int(seconds / (step_s + text_s / EPOCHS) * ids.size)
 
     def kept(self, plan: Plan, shelf: Shelf, learned: list[int]) -> KeptTokens | None:
         """The tokens that the target expects most in the texts."""

@@ -219,4 +219,3 @@ def test_resuming_something_else_is_refused(tmp_path: Path) -> None:
         distill(str(TINY / "qwen2"), out, DistillOptions(resume=True), Silent())
     with pytest.raises(UsageError, match="no interrupted run"):
         distill(SOURCE, tmp_path / "other", DistillOptions(resume=True), Silent())
-
