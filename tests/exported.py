@@ -40,6 +40,12 @@ def smollm2_pair(
     return _smollm2(f"smollm2-{quant}-{kv}-draft-{name}", options)
 
 
+def smollm2_distilled() -> Bundle:
+    """SmolLM2 with the draft that travels along: the demo's pair."""
+    options = ExportOptions(draft=DraftOptions(str(demo_model.draft())))
+    return _smollm2("smollm2-keep-f16-distilled", options)
+
+
 def _smollm2(name: str, options: ExportOptions) -> Bundle:
     out = cache_dir() / "test-bundles" / _code_hash() / name
     if not out.exists():

@@ -4,8 +4,9 @@ Eight prompts, from logs and prose, with 128 tokens each; two for each of full s
 temperature 0 and 0.8. Each is decoded plain, alone, and then sped up. The ways between them bring
 together all sources, in-line and deferred, alone and beside three other sessions: every pair of
 those settings, not their product. Beside others four prompts are decoded, alone one or two; each
-prompt is sped up in two ways at least. A ring of 16 sinks and 32 tokens wraps four times in an answer. The draft is poor: the target's
-first four layers. The perfect one, the target itself, is as slow as the target: two of the prompts.
+prompt is sped up in two ways at least. A ring of 16 sinks and 32 tokens wraps four times in an answer. The draft is
+the one that was distilled from the target. A perfect one, the target itself, is as slow as the target:
+two of the prompts.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from exported import smollm2_pair
+from exported import smollm2_distilled, smollm2_pair
 
 from headrace import LLM
 from headrace.runtime.lossless import UNIT, WINDOW, Case, Job, difference, prompts, run
@@ -43,9 +44,9 @@ def jobs(numbers: list[int], **way: Any) -> list[Job]:
 
 
 @pytest.fixture(scope="module")
-def poor() -> Iterator[dict[str, LLM]]:
+def pair() -> Iterator[dict[str, LLM]]:
     """By `defer`."""
-    bundle = smollm2_pair((0, 1, 2, 3), quant="int8").path
+    bundle = smollm2_distilled().path
     with (
         LLM(bundle, lanes=4, ctx=512, defer="off") as inline,
         LLM(bundle, lanes=4, ctx=512, defer="on") as deferred,
@@ -54,9 +55,9 @@ def poor() -> Iterator[dict[str, LLM]]:
 
 
 @pytest.fixture(scope="module")
-def plain(poor: dict[str, LLM]) -> list[Completion]:
+def plain(pair: dict[str, LLM]) -> list[Completion]:
     way = {"source": "all", "speculate": "off", "is_beside": False, "is_deferred": False}
-    answers = run(poor["off"], jobs(list(range(8)), **way), is_beside=False)
+    answers = run(pair["off"], jobs(list(range(8)), **way), is_beside=False)
     for answer in answers:
         assert len(answer.token_ids) == MAX_TOKENS >= 3 * WINDOW + UNIT
     return answers
@@ -86,7 +87,7 @@ def agree(llm: LLM, plain: list[Completion], numbers: list[int], **way: Any) -> 
     ],
 )
 def test_text_and_logprobs_are_the_plain_ones(
-    poor: dict[str, LLM],
+    pair: dict[str, LLM],
     plain: list[Completion],
     source: str,
     speculate: object,
@@ -94,7 +95,7 @@ def test_text_and_logprobs_are_the_plain_ones(
     defer: str,
 ) -> None:
     accepted = agree(
-        poor[defer],
+        pair[defer],
         plain,
         numbers,
         source=source,
@@ -107,7 +108,7 @@ def test_text_and_logprobs_are_the_plain_ones(
 
 def test_a_perfect_draft_is_accepted(plain: list[Completion]) -> None:
     """In the full session, nearly all that it proposes: its bits are not the target's."""
-    bundle = smollm2_pair(None, quant="int8").path
+    bundle = smollm2_pair().path
     way = {"source": "draft", "speculate": 8, "is_beside": False, "is_deferred": True}
     with LLM(bundle, lanes=4, ctx=512, defer="on") as llm:
         assert agree(llm, plain, [1], **way) > 0.6 * MAX_TOKENS
