@@ -13,6 +13,9 @@ from headrace.errors import SourceError, StorageError
 from headrace.export.weights import Weight
 from headrace.models.config import ModelConfig
 
+NOTE = "draft.json"
+"""What only a distilled draft's folder has (`headrace.export.distilled_note`)."""
+
 
 @dataclass(frozen=True)
 class TokenizerSource:
@@ -69,6 +72,14 @@ class Checkpoint(Protocol):
         ...
 
 
+def is_distilled(folder: Path) -> bool:
+    """Whether a folder says that it is a distilled draft."""
+    try:
+        return (folder / NOTE).is_file()
+    except PermissionError:
+        return False
+
+
 def open_checkpoint(source: str) -> Checkpoint:
     """Opens a .gguf file, a Hugging Face folder, or `org/name[@revision]` on the hub.
 
@@ -79,7 +90,6 @@ def open_checkpoint(source: str) -> Checkpoint:
         SourceError: nothing there, unreadable, damaged; one line.
         StorageError: no permission, or no room for the download.
     """
-    from headrace.export.distilled_note import is_distilled
     from headrace.export.gguf import GgufCheckpoint
     from headrace.export.huggingface import HuggingFaceCheckpoint
 

@@ -21,8 +21,8 @@ import numpy.typing as npt
 import safetensors.numpy
 
 from headrace.errors import SourceError, StorageError, UnsupportedModelError, UsageError
-from headrace.export.checkpoint import Checkpoint, TokenizerSource
-from headrace.export.distilled_note import EMBEDDING, HEAD, NOTE, DraftNote, identity
+from headrace.export.checkpoint import NOTE, Checkpoint, TokenizerSource
+from headrace.export.distilled_note import EMBEDDING, HEAD, DraftNote, identity
 from headrace.export.huggingface import HuggingFaceCheckpoint, open_shard
 from headrace.export.huggingface_text import read_json
 from headrace.export.quantize import BLOCK, QuantMatrix, quantize_q8_0

@@ -21,7 +21,6 @@ from headrace.export.weights import Weight
 from headrace.models.config import ModelConfig
 from headrace.models.fields import Fields, shown
 
-NOTE = "draft.json"
 VERSION = 1
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -35,14 +34,6 @@ _PARTS = {
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _MAX_LAYER, _MAX_TOKEN = 1023, (1 << 24) - 1
 _ROWS_AT_ONCE = 4096
-
-
-def is_distilled(folder: Path) -> bool:
-    """Whether a folder says that it is a distilled draft."""
-    try:
-        return (folder / NOTE).is_file()
-    except PermissionError:
-        return False
 
 
 @dataclass(frozen=True)

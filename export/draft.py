@@ -9,9 +9,8 @@ import numpy as np
 
 from headrace.errors import UsageError
 from headrace.export import check
-from headrace.export.checkpoint import Checkpoint, open_checkpoint
+from headrace.export.checkpoint import Checkpoint, is_distilled, open_checkpoint
 from headrace.export.distilled import DistilledDraft
-from headrace.export.distilled_note import is_distilled
 from headrace.export.model import WrittenModel
 from headrace.export.options import DraftOptions
 from headrace.export.pair import check_cutting, match, unmatched_share

@@ -33,7 +33,7 @@ COMMANDS = {
     "prior": "Index texts like those in service, so that what they repeat is proposed.",
     "check": "Check on this machine that speculation keeps its promises.",
     "rknn-env": "Make the environment of Rockchip's toolkit, which compiles drafts for the NPU.",
-    "demo": "Export a small model and let it answer and read a log.",
+    "demo": "Export a small model with its draft, and let it answer and read a log.",
 }
 """Each is `headrace.commands.<name>.command`, with `_` for `-`, imported on use: some are not for
 the board.

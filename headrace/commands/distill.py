@@ -89,7 +89,7 @@ def command(
     time: str | None,
     **options: Any,
 ) -> None:
-    """Train a draft for a target, from the target itself.
+    """Train a draft for a target.
 
     TARGET is a .gguf file, a Hugging Face folder, or a hub id. The draft begins as a few of its
     layers and learns the target's own word on each token of texts: of the corpus, and of chats,
