@@ -12,7 +12,8 @@ that have wrapped, the 256 blocks of RoPE rows, the allocator's arenas of as man
    its 95 % interval from a moving-block bootstrap of the residuals (a tenth of the run a block,
    since what an allocator does now depends on what it did before).
 2. `--trace-segments` rounds under tracemalloc, which slows everything and takes memory itself: the
-   peak of each, and what is left at its end with no question under way.
+   peak of each, and what is left at its end with no question under way. Here the questions take turns:
+   how many of them sample in the same instant is chance, and would be most of a peak.
 
 The last line of --json is one object. Exits with 1 unless memory is flat and no block is lost.
 """
@@ -102,8 +103,11 @@ class Report:
 class Soak:
     """A stream under load. Close it to know whether every block came back."""
 
-    def __init__(self, llm: LLM, token_ids: list[int], load: Load) -> None:
-        self._llm, self._load = llm, load
+    def __init__(
+        self, llm: LLM, token_ids: list[int], load: Load, *, takes_turns: bool = False
+    ) -> None:
+        """With `takes_turns` each question is answered before the next is asked."""
+        self._llm, self._load, self._takes_turns = llm, load, takes_turns
         self._stream: Session = llm.session("stream", window=load.window)
         self._text, self._read = token_ids, 0
         self._askers: list[threading.Thread] = []
@@ -139,6 +143,8 @@ class Soak:
             asker = threading.Thread(target=self._ask, args=(question, self._rounds, is_plain))
             self._askers.append(asker)
             asker.start()
+            if self._takes_turns:
+                self.rest()
 
     def _ask(self, question: list[int], seed: int, is_plain: bool) -> None:
         params = SamplingParams(
@@ -186,9 +192,9 @@ def fill_prefix_cache(llm: LLM, soak: Soak) -> None:
         llm.generate(soak.read(256), one)
 
 
-def warm(llm: LLM, text: str, load: Load) -> Soak:
+def warm(llm: LLM, text: str, load: Load, *, takes_turns: bool = False) -> Soak:
     bind_widths(llm)
-    soak = Soak(llm, llm.tokenizer.encode(text), load)
+    soak = Soak(llm, llm.tokenizer.encode(text), load, takes_turns=takes_turns)
     fill_prefix_cache(llm, soak)
     _progress("warm-up", soak.feed(load.warmup, round_len=load.every))
     return soak
@@ -214,7 +220,7 @@ def trace(open_llm: Callable[[], LLM], text: str, load: Load) -> Trace:
     tracemalloc.start()
     try:
         with open_llm() as llm:
-            soak = warm(llm, text, load)
+            soak = warm(llm, text, load, takes_turns=True)
             for _ in range(load.trace_segments):
                 tracemalloc.reset_peak()
                 _progress("segment", soak.feed(load.round_len, round_len=load.round_len))

@@ -18,9 +18,8 @@ MAX_LEFT_SPREAD = 64 * 1024
 """Bytes between the least and the most that a segment of tracemalloc leaves."""
 
 MAX_PEAK_GROWTH = 64 * 1024
-"""Bytes from the median peak of the first half of the segments to that of the second half. A single
-peak depends on how many answers sample in the same instant, and so does the highest of a half: what
-is lost with time raises the whole half."""
+"""Bytes from the median peak of the first half of the segments to that of the second half: what is
+lost with time raises a half as a whole, and a single peak is chance."""
 
 RESAMPLES = 4000
 
