@@ -12,9 +12,9 @@ from typing import Any, Self
 import tokenizers
 
 from headrace.errors import BundleError, TokenizerMismatchError, UsageError
+from headrace.models.chat_template import Shield, ShieldedStrings, render
 from headrace.models.pieces import Spelling, read_spelling
 from headrace.runtime import memory
-from headrace.models.chat_template import Shield, ShieldedStrings, render
 
 _RESERVED_ARGS = frozenset({"messages", "add_generation_prompt", "bos_token", "eos_token"})
 _NO_ARGS: Mapping[str, object] = MappingProxyType({})
