@@ -22,13 +22,13 @@ import safetensors.numpy
 
 from headrace.errors import SourceError, StorageError, UnsupportedModelError, UsageError
 from headrace.export.checkpoint import NOTE, Checkpoint, TokenizerSource
-from headrace.export.distilled_note import EMBEDDING, HEAD, DraftNote, identity
+from headrace.export.distilled_note import DraftNote, identity
 from headrace.export.huggingface import HuggingFaceCheckpoint, open_shard
 from headrace.export.huggingface_text import read_json
 from headrace.export.quantize import BLOCK, QuantMatrix, quantize_q8_0
 from headrace.export.reduced import reduced_config
 from headrace.export.text import I64, Text
-from headrace.export.weights import F32, Shape, Weight, check_finite, check_table
+from headrace.export.weights import EMBEDDING, F32, HEAD, Shape, Weight, check_finite, check_table
 from headrace.models.config import ModelConfig
 from headrace.models.families import config_from_hf, weights
 from headrace.models.families_to_hf import hf_config, with_layers

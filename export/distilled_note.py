@@ -17,12 +17,11 @@ from headrace.export.checkpoint import Checkpoint
 from headrace.export.huggingface_text import read_json
 from headrace.export.quantize import QuantMatrix
 from headrace.export.text import Text
-from headrace.export.weights import Weight
+from headrace.export.weights import EMBEDDING, HEAD, Weight
 from headrace.models.config import ModelConfig
 from headrace.models.fields import Fields, shown
 
 VERSION = 1
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 _PARTS = {
     "embeddings": "embedding_sha256",

@@ -129,6 +129,5 @@ def _of_distilled(draft: DistilledDraft, text: Text) -> Draft:
     reduced = ReducedCheckpoint(draft, kept_layers(None, draft), ids)
     if ids is None:
         return Draft(reduced, text, full, 0.0, None)
-    counts = text.count(_built_in())
-    kept = KeptTokens(ids, float(counts[ids].sum() / max(1, counts.sum())))
+    kept = KeptTokens.of(ids, text.count(_built_in()))
     return Draft(reduced, text, VocabMap(full.to_target[ids], full.to_draft), 0.0, kept)

@@ -15,7 +15,7 @@ import safetensors
 from headrace.errors import SourceError, UnsupportedModelError
 from headrace.export.checkpoint import TokenizerSource
 from headrace.export.huggingface_text import read_json, read_sampling, read_tokenizer
-from headrace.export.weights import F32, Shape, check_finite, check_table
+from headrace.export.weights import EMBEDDING, F32, HEAD, Shape, check_finite, check_table
 from headrace.models.config import ModelConfig
 from headrace.models.families import config_from_hf, weights
 from headrace.models.fields import shown
@@ -26,7 +26,6 @@ _INDEX = "model.safetensors.index.json"
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _HARMLESS = "rotary_emb.inv_freq"
 _TEXT_PREFIX = "language_model."
-_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True)
@@ -62,10 +61,10 @@ class HuggingFaceCheckpoint:
         config = config_from_hf(read_json(config_path), str(config_path))
         shards = {path: open_shard(path) for path in _shard_paths(folder)}
         entries = _entries(shards)
-        if config.tied_head and _HEAD in entries and _EMBEDDING in entries:
-            head, embedding = (_read(shards, entries[n]) for n in (_HEAD, _EMBEDDING))
+        if config.tied_head and HEAD in entries and EMBEDDING in entries:
+            head, embedding = (_read(shards, entries[n]) for n in (HEAD, EMBEDDING))
             if np.array_equal(head, embedding):
-                del entries[_HEAD]
+                del entries[HEAD]
             else:
                 # config.json is wrong then: somebody trained the head on its own
                 config = replace(config, tied_head=False)

@@ -13,9 +13,8 @@ from headrace.export.layers import Matrix
 from headrace.export.quantize import F32, QuantMatrix, quantize_int4, quantize_int8
 from headrace.export.report import Reporter
 from headrace.export.text import I64
+from headrace.export.weights import EMBEDDING, HEAD
 from headrace.models.records import ModelRecord
-
-HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,6 +115,6 @@ class _Matrices:
         return weight if isinstance(weight, QuantMatrix) else quantize_int8(weight)
 
     def _int4(self, name: str) -> Matrix:
-        if name in ("model.embed_tokens.weight", HEAD):
+        if name in (EMBEDDING, HEAD):
             return quantize_int8(self._float[name])
         return quantize_int4(self._float[name], self._energy.get(name.removesuffix(".weight")))

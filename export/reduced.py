@@ -10,12 +10,11 @@ from headrace.errors import UsageError
 from headrace.export.checkpoint import Checkpoint, TokenizerSource
 from headrace.export.quantize import QuantMatrix
 from headrace.export.text import I64
-from headrace.export.weights import Weight
+from headrace.export.weights import EMBEDDING, HEAD, Weight
 from headrace.models.config import ModelConfig
 from headrace.models.families import weights
 
 _LAYER = re.compile(r"(?<=^model\.layers\.)\d+(?=\.)")
-_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 class ReducedCheckpoint:
@@ -31,8 +30,8 @@ class ReducedCheckpoint:
         return set(weights(self.config))
 
     def read(self, name: str) -> Weight:
-        if name == _HEAD and self._head_ids is not None:
-            head = self.whole.read(_EMBEDDING if self.whole.config.tied_head else _HEAD)
+        if name == HEAD and self._head_ids is not None:
+            head = self.whole.read(EMBEDDING if self.whole.config.tied_head else HEAD)
             return (
                 head.rows(self._head_ids) if isinstance(head, QuantMatrix) else head[self._head_ids]
             )

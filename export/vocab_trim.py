@@ -23,6 +23,11 @@ class KeptTokens:
     coverage: float
     """Their share of the corpus."""
 
+    @classmethod
+    def of(cls, ids: I64, counts: I64) -> KeptTokens:
+        """`counts` [vocab_size] are of all tokens in the corpus."""
+        return cls(ids, float(counts[ids].sum() / max(1, counts.sum())))
+
 
 def most_frequent(text: Text, counts: I64, num_kept: int) -> KeptTokens:
     """The tokens that come most often, by their counts [vocab_size] in a corpus.
@@ -44,4 +49,4 @@ def most_frequent(text: Text, counts: I64, num_kept: int) -> KeptTokens:
     rank = counts.astype(np.int64)
     rank[always] = np.iinfo(np.int64).max
     kept = np.sort(ids[np.argsort(-rank[ids], kind="stable")[:num_kept]])
-    return KeptTokens(kept, float(counts[kept].sum() / max(1, counts.sum())))
+    return KeptTokens.of(kept, counts)

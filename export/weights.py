@@ -12,6 +12,8 @@ from headrace.errors import SourceError, UnsupportedModelError
 from headrace.export.quantize import QuantMatrix
 from headrace.models.fields import shown
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
 F32 = npt.NDArray[np.float32]
 Weight = F32 | QuantMatrix
 Shape = tuple[int, ...]

@@ -25,10 +25,10 @@ from headrace.export.build import DraftOptions, ExportOptions, export
 from headrace.export.calibrate import FloatWeights
 from headrace.export.checkpoint import open_checkpoint
 from headrace.export.distilled import own_weights, write_draft
-from headrace.export.distilled_note import EMBEDDING, HEAD
 from headrace.export.quantize import QuantMatrix, quantize_q8_0
 from headrace.export.reduced import reduced_config
 from headrace.export.text import Text
+from headrace.export.weights import EMBEDDING, HEAD
 from headrace.intact import sha256
 from headrace.models.config import ModelConfig
 from headrace.models.families import FAMILIES, config_from_hf

@@ -14,7 +14,20 @@ from headrace.export.calibrate import FloatWeights
 from headrace.export.checkpoint import Checkpoint, open_checkpoint
 from headrace.export.distilled import DistilledDraft, DraftWeights, own_weights, write_draft
 from headrace.export.reduced import ReducedCheckpoint
+from headrace.export.report import Silent
 from headrace.export.text import Text
+
+
+class Enough(Exception):
+    """What StopsAtTraining raises."""
+
+
+class StopsAtTraining(Silent):
+    """Ends a distillation once its texts are there."""
+
+    def stage(self, title: str, steps: int | None = None) -> None:
+        if title == "training":
+            raise Enough
 
 
 def trained(source: Path, head_ids: I64 | None = None, noise: float = 0.01) -> DraftWeights:

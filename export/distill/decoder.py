@@ -17,8 +17,6 @@ from torch.nn import functional as F
 from headrace.models.config import ModelConfig
 from headrace.models.rope import cos_sin
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-
 
 @dataclass
 class Cache:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -52,6 +53,8 @@ from headrace.export.report import Reporter
 from headrace.export.text import Text
 from headrace.export.vocab_trim import KeptTokens, most_frequent
 from headrace.export.whole import whole_or_absent
+
+Made = TypeVar("Made")
 
 PLAN = "plan.json"
 _LEAST_POSITIONS = 8
@@ -215,12 +218,12 @@ class _Run:
         """Tokens to train on in this time, by the speed of this machine now."""
         self.report.stage("measuring this machine's speed")
         ids = self.source().windows(BATCH, length, seed=0)
-        label_s = _seconds(lambda: label(self.target.model, self.target.head, ids))
-        batch = Batch.of(label(self.target.model, self.target.head, ids))
+        label_s, texts = _timed(lambda: label(self.target.model, self.target.head, ids))
+        batch = Batch.of(texts)
         kept = None if self.options.vocab_keep is None else np.arange(self.options.vocab_keep)
         head = Head.of(self.target.head, kept)
         student = self.target.student(layers)
-        step_s = _seconds(
+        step_s, _ = _timed(
             lambda: divergence(student(batch.ids).flatten(0, 1), head, batch).backward()
         )
         text_s = label_s * (READ_SHARE + WRITING_COST * (1 - READ_SHARE))
@@ -299,12 +302,12 @@ def _split(num_texts: int, num_held_out: int) -> tuple[list[int], list[int]]:
     return sorted(set(range(num_texts)) - set(held_out)), held_out
 
 
-def _seconds(work: Callable[[], object]) -> float:
-    """Of the second of two times: the first one finds the memory."""
+def _timed(work: Callable[[], Made]) -> tuple[float, Made]:
+    """Seconds and result of the second of two times: the first one finds the memory."""
     work()
     began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
+    made = work()
+    return time.perf_counter() - began, made
 
 
 def _peak_bytes() -> int:

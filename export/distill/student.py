@@ -13,11 +13,12 @@ from torch.nn import functional as F
 from headrace.errors import UsageError
 from headrace.export.calibrate import FloatWeights
 from headrace.export.checkpoint import Checkpoint
-from headrace.export.distill.decoder import EMBEDDING, HEAD, Decoder
+from headrace.export.distill.decoder import Decoder
 from headrace.export.distill.labels import Labelled
 from headrace.export.quantize import F32
 from headrace.export.reduced import ReducedCheckpoint
 from headrace.export.text import I64
+from headrace.export.weights import EMBEDDING, HEAD
 
 _LEAST = 1e-6
 """Of a remainder's probability: where a few tokens hold all of it, its logarithm is noise."""
@@ -98,17 +99,23 @@ def divergence(hidden: Tensor, head: Head, batch: Batch) -> Tensor:
     head has left out count as if the target did not have them either, and a token of the text as
     much as the rest of its distribution: what cannot be proposed is not learned.
     """
-    log_q = torch.log_softmax(hidden @ head.rows.T, dim=-1)  # [B * T, K]
-    columns = head.columns[batch.top_ids]  # [B * T, k]
-    known = columns >= 0
+    _, ours, known = _on_the_best(hidden, head, batch)
     p = batch.log_probs.exp()
     there = (1 - (p * ~known).sum(-1)).clamp(min=_LEAST)  # [B * T], what can be proposed
     p = p * known
-    ours = log_q.gather(-1, columns.clamp(min=0))
     apart = (p * (batch.log_probs - there.log()[:, None] - ours)).sum(-1)
     rest_p = (there - p.sum(-1)).clamp(min=_LEAST)
     rest_q = (1 - (ours.exp() * known).sum(-1)).clamp(min=_LEAST)
     return (apart + rest_p * (rest_p.log() - there.log() - rest_q.log())).mean()
+
+
+def _on_the_best(hidden: Tensor, head: Head, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities of rows [B * T, D]: of the head's tokens [B * T, K], of those that are the
+    target's best [B * T, k], and which of the latter the head has; where it has not, any.
+    """
+    log_q = torch.log_softmax(hidden @ head.rows.T, dim=-1)
+    columns = head.columns[batch.top_ids]
+    return log_q, log_q.gather(-1, columns.clamp(min=0)), columns >= 0
 
 
 def angle(hidden: Tensor, batch: Batch) -> Tensor:
@@ -134,10 +141,10 @@ class Likeness:
     def of(cls, student: Decoder, head: Head, batches: list[Batch]) -> Likeness:
         overlap = same = 0.0
         for batch in batches:
-            log_q = torch.log_softmax(student(batch.ids).flatten(0, 1) @ head.rows.T, dim=-1)
-            columns = head.columns[batch.top_ids]
-            q = log_q.gather(-1, columns.clamp(min=0)).exp() * (columns >= 0)
-            overlap += float(torch.minimum(batch.log_probs.exp(), q).sum(-1).mean())
+            log_q, ours, known = _on_the_best(student(batch.ids).flatten(0, 1), head, batch)
+            overlap += float(
+                torch.minimum(batch.log_probs.exp(), ours.exp() * known).sum(-1).mean()
+            )
             same += float((head.ids[log_q.argmax(-1)] == batch.top_ids[:, 0]).float().mean())
         return cls(overlap / len(batches), same / len(batches))
 

@@ -53,7 +53,7 @@ class Progress:
 
 
 class Trainer:
-    """One training. Its state is all in `folder`: a new Trainer goes on where the last one was."""
+    """One training. `save` writes all of its state, and another one that resumes goes on from it."""
 
     def __init__(
         self,

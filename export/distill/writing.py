@@ -122,7 +122,6 @@ def write(
     length: int,
     ends: frozenset[int],
     seed: int,
-    on_token: Callable[[], None] = lambda: None,
 ) -> Labelled:
     """Writes `length` tokens of each script, drawn at TEMPERATURE from the most likely ones.
 
@@ -151,5 +150,4 @@ def write(
         top, log_probs = best(states[-1], head)
         tops.append(top)
         values.append(log_probs)
-        on_token()
     return labelled(*(torch.stack(part, 1) for part in (ids, tops, values, states)))

@@ -74,7 +74,7 @@ def command() -> None:
         peak = memory.usage().vm_hwm
         say("once more without draft and prior, to compare")
         plain = [replace(t, params=replace(t.params, **_PLAIN)) for t in (talk, reader)]
-        plain_answer, plain_parts = _ask(plain[0], None), _digest(plain[1], None)
+        plain_answer, plain_parts = _ask(plain[0], StringIO()), _digest(plain[1], StringIO())
     digest = f"log, {len(parts)} parts"
     _print_figures({"question": [answer], digest: parts})
     _compare({"question": ([answer], [plain_answer]), digest: (parts, plain_parts)})
@@ -171,27 +171,25 @@ def _lock(folder: Path) -> Iterator[None]:
         os.close(fd)
 
 
-def _ask(talk: Talk, out: TextIO | None) -> Completion:
-    """Shows question and answer if there is an `out`."""
-    print(f"\nQuestion: {QUESTION}\nAnswer:   ", end="", flush=True, file=out or StringIO())
+def _ask(talk: Talk, out: TextIO) -> Completion:
+    print(f"\nQuestion: {QUESTION}\nAnswer:   ", end="", flush=True, file=out)
     return talk.finish(talk.ask(QUESTION), out).completion
 
 
-def _digest(talk: Talk, out: TextIO | None) -> list[Completion]:
+def _digest(talk: Talk, out: TextIO) -> list[Completion]:
     """Reads the sample log part by part; one answer for each."""
-    shown = out or StringIO()
     log = sample_log().splitlines(keepends=True)
     num_tokens = len(talk.llm.tokenizer.encode("".join(log)))
     print(
         f"\nA log of {len(log)} lines has {num_tokens:,} tokens and the context "
         f"{talk.llm.capacity:,}, so it is read {_PART_LINES} lines at a time: {LOG_QUESTION!r}\n"
         "(A model this small is fluent rather than right.)",
-        file=shown,
+        file=out,
     )
     answers = []
     for start in range(0, len(log), _PART_LINES):
         part = log[start : start + _PART_LINES]
-        print(f"lines {start + 1:3}-{start + len(part):<3}  ", end="", flush=True, file=shown)
+        print(f"lines {start + 1:3}-{start + len(part):<3}  ", end="", flush=True, file=out)
         answer = talk.ask(f"Log:\n{''.join(part)}\n{LOG_QUESTION}")
         answers.append(talk.finish(answer, out).completion)
     return answers
@@ -242,7 +240,7 @@ def _print_figures(work: dict[str, Sequence[Completion]]) -> None:
     for name, answers in work.items():
         timings = [answer.timings for answer in answers]
         first_s = sum(t.first_token_s for t in timings) / len(timings)
-        prefill_s, decode_s = sum(t.prefill_s for t in timings), sum(t.decode_s for t in timings)
+        prefill_s = sum(t.prefill_s for t in timings)
         rows.append(
             (
                 name,
@@ -250,7 +248,7 @@ def _print_figures(work: dict[str, Sequence[Completion]]) -> None:
                 f"{sum(answer.usage.completion_tokens for answer in answers):,}",
                 f"{first_s * 1000:,.0f} ms" + (" on average" if len(answers) > 1 else ""),
                 f"{sum(t.prefill_tokens for t in timings) / prefill_s:,.1f}",
-                f"{sum(t.decode_tokens for t in timings) / max(decode_s, 1e-9):,.1f}",
+                f"{_decode_speed(answers):,.1f}",
             )
         )
     print()

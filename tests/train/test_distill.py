@@ -19,6 +19,7 @@ import torch
 import transformers
 from safetensors.numpy import load_file
 from tiny_checkpoints import TINY
+from tiny_distilled import Enough, StopsAtTraining
 
 from headrace.errors import UsageError
 from headrace.export.distill.evaluate import MAX_DEPTH, evaluate
@@ -196,16 +197,8 @@ def test_a_corpus_far_larger_than_memory(tmp_path: Path) -> None:
 def test_resuming_something_else_is_refused(tmp_path: Path) -> None:
     out = tmp_path / "draft"
 
-    class Enough(Exception):
-        pass
-
-    class Stops(Silent):
-        def stage(self, title: str, steps: int | None = None) -> None:
-            if title == "training":
-                raise Enough
-
     with pytest.raises(Enough):
-        distill(SOURCE, out, OPTIONS, Stops())
+        distill(SOURCE, out, OPTIONS, StopsAtTraining())
     with pytest.raises(UsageError, match="an interrupted run; go on with --resume"):
         distill(SOURCE, out, OPTIONS, Silent())
     for options, said in (

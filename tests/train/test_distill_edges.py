@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tiny_checkpoints import TINY
+from tiny_distilled import Enough, StopsAtTraining
 from tiny_pairs import copy_of, edit_json
 
 from headrace.errors import SourceError, UnsupportedModelError, UsageError
@@ -24,16 +25,6 @@ from headrace.models.plantlog import sample_log
 SOURCE = str(TINY / "llama")
 SHORT = DistillOptions(layers=1, tokens=1)
 RESUMED = DistillOptions(resume=True)
-
-
-class Enough(Exception):
-    pass
-
-
-class Stops(Silent):
-    def stage(self, title: str, steps: int | None = None) -> None:
-        if title == "training":
-            raise Enough
 
 
 def form(template: str, tmp_path: Path) -> ChatForm | None:
@@ -75,7 +66,7 @@ def test_a_context_too_short_is_refused(tmp_path: Path) -> None:
 
 def test_a_damaged_text_is_named(tmp_path: Path) -> None:
     with pytest.raises(Enough):
-        distill(SOURCE, tmp_path / "d", SHORT, Stops())
+        distill(SOURCE, tmp_path / "d", SHORT, StopsAtTraining())
     text = next((work_folder(tmp_path / "d") / "texts").glob("*.safetensors"))
     text.write_bytes(text.read_bytes()[:100])
     with pytest.raises(SourceError, match=f"{text.name}: damaged"):
@@ -86,7 +77,7 @@ def test_a_damaged_text_is_named(tmp_path: Path) -> None:
 
 def test_two_do_not_work_on_one_run(tmp_path: Path) -> None:
     with pytest.raises(Enough):
-        distill(SOURCE, tmp_path / "d", SHORT, Stops())
+        distill(SOURCE, tmp_path / "d", SHORT, StopsAtTraining())
     with (work_folder(tmp_path / "d") / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(UsageError, match="another process is at it"):
