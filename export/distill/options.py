@@ -14,7 +14,7 @@ DEFAULT_LAYERS = 4
 DEFAULT_MINUTES = 60.0
 WINDOW = 512
 """Tokens of a text, if the target was trained on as many."""
-EPOCHS = 4
+EPOCHS = 3
 """How often the student reads each text: the target's word on it costs more than a reading."""
 STORAGES = ("f16", "int8")
 _MAX_TOKENS, _MAX_SEED = 10**10, (1 << 32) - 1
