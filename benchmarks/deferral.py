@@ -22,14 +22,14 @@ from typing import Any
 
 from headrace import LLM, SamplingParams
 from headrace.models.plantlog import sample_log
-from headrace.runtime.defer import DeferChoice
+from headrace.runtime.draft_mode import DraftMode, ModeChoice
 from headrace.runtime.drafter import Drafter
 from headrace.runtime.request import Completion, DraftCounts
 from headrace.runtime.trace import TRACKS, Trace
 
 SKIPPED = 64
 
-MODES = {"in-line": "off", "deferred": "on"}
+MODES = {"in-line": DraftMode.IN_LINE, "deferred": DraftMode.DEFERRED}
 
 Span = tuple[str, str, float, float]
 
@@ -126,7 +126,7 @@ def run(
     counts: dict[str, DraftCounts],
 ) -> Part:
     """One answer's end, its spans, and the draft's counts."""
-    drafter.defer = DeferChoice(MODES.get(mode, "off"))
+    drafter.modes = ModeChoice([MODES.get(mode, DraftMode.IN_LINE)])
     tokens = passes = 0
     with llm.generate(prompt, params, stream=True) as answer:
         skipped = 0

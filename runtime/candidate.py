@@ -27,6 +27,8 @@ class Opened:
 
     model: DraftModel
     costs: PassCosts
+    shares_cores: bool = False
+    """Whether it takes cores from the target where both compute at once."""
 
 
 @dataclass(eq=False)

@@ -48,7 +48,8 @@ class RuntimeConfig:
     """CPUs that the target computes on (4-7); unless set, the fast cores where there are slow ones
     too, else any."""
     draft_threads: int | None = None
-    """Threads of the draft's passes on the CPU; unless set, one."""
+    """Threads of the draft's passes on the CPU; unless set, one, or as many as the target's where
+    that leaves no core to the draft and both compute in turns."""
     draft_cpus: str | None = None
     """CPUs that the draft computes on (0-3); unless set, any."""
     draft_device: DraftDevice = "auto"
@@ -122,10 +123,12 @@ class RuntimeConfig:
         placed = (self.draft_threads, self.draft_cpus, self.npu_library) != (None, None, None)
         return placed or self.defer == "on" or self.draft_device not in ("auto", "none")
 
-    def draft_placement(self) -> Placement:
-        """Where the draft computes, as long as it does so on the CPU."""
+    def draft_placement(self) -> tuple[Placement, bool]:
+        """Where the draft computes, as long as it does so on the CPU, and whether it takes cores
+        from the target there.
+        """
         cpus = None if self.draft_cpus is None else cores.parse_cpu_list(self.draft_cpus)
-        return Placement(cpus, self.draft_threads or 1)
+        return cores.beside(self.target_placement(), self.draft_threads, cpus)
 
 
 def _check_cpus(model: str, listed: object, threads: int | None) -> None:

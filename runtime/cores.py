@@ -117,6 +117,32 @@ def default_placement(
     return Placement(threads=threads)
 
 
+def beside(target: Placement, threads: int | None, cpus: Cpus | None) -> tuple[Placement, bool]:
+    """Where a draft computes on this machine, and whether it takes cores from `target` there.
+
+    With neither `threads` nor `cpus` set it is one thread of its own, if the target leaves a core to
+    it; else both compute in turns, and the draft on as many threads as the target.
+    """
+    try:
+        cpuinfo = CPUINFO.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        cpuinfo = ""
+    draft = Placement(cpus, threads or 1)
+    shares = shares_cores(target, draft, cpuinfo, allowed())
+    if shares and threads is None and cpus is None:
+        draft = target
+    return draft, shares
+
+
+def shares_cores(one: Placement, other: Placement, cpuinfo: str, allowed: Cpus) -> bool:
+    """Whether two models that compute at once need more cores than there are for them."""
+    ours, theirs = (set(p.cpus or allowed) for p in (one, other))
+    if not ours & theirs:
+        return False
+    cores = len(one_per_core(cpuinfo, tuple(sorted(ours | theirs))))
+    return sum(p.threads or cores for p in (one, other)) > cores
+
+
 def fast_cores(cpuinfo: str, allowed: Cpus, capacities: Mapping[int, int]) -> Cpus | None:
     """The fast ones of `allowed`; None where nothing tells cores apart.
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from headrace.runtime.candidate import Candidate, Candidates, Opened
-from headrace.runtime.defer import DeferChoice
 from headrace.runtime.draft import DraftLane, frontier
+from headrace.runtime.draft_mode import ModeChoice, modes_of
 from headrace.runtime.guess import Guess, Guesser
 from headrace.runtime.pace import ANY, Acceptance, Origin
 from headrace.runtime.request import DraftCounts
@@ -113,7 +113,7 @@ class Drafter:
         """
         self._tell = log
         self.candidates = Candidates(candidates, self._log)
-        self.counts, self.defer = DraftCounts(), DeferChoice(defer)
+        self.counts, self._defer = DraftCounts(), defer
         self.broken: str | None = None
         """Why the draft is not asked any more."""
         self.passes_unasked = 0
@@ -140,6 +140,7 @@ class Drafter:
     def _use(self, opened: Opened) -> None:
         """It drafts from now on, and knows no text."""
         self.model, costs = opened.model, opened.costs
+        self.modes = ModeChoice(modes_of(self._defer, shares_cores=opened.shares_cores))
         self.step_s = costs.of(1)
         """Seconds of a pass that says what comes after a token; learned from each."""
         self._text_row_s = costs.of(17) / 17

@@ -115,7 +115,8 @@ class LLM(Closing):
         verify(self.bundle, cache, say)
         self.tokenizer = load_tokenizer(self.bundle)
         self.prepared = prepare_target(self.bundle, cache, self.placement.threads, say)
-        session = load_session(self.prepared.model, self.placement)
+        shares_cores = loader.has_draft and self.config.draft_placement()[1]
+        session = load_session(self.prepared.model, self.placement, shares_cores=shares_cores)
         self._locked = prepare.mlock(self.prepared) if self.config.mlock else None
         self.backend = OrtBackend(
             session,

@@ -77,8 +77,11 @@ def _prepare(
     )
 
 
-def load_session(model: Path, placement: Placement) -> ort.InferenceSession:
-    options = prepare.session_options(placement, prepared=True)
+def load_session(
+    model: Path, placement: Placement, *, shares_cores: bool = False
+) -> ort.InferenceSession:
+    """`shares_cores`: with another session, in turns. Raises BundleError."""
+    options = prepare.session_options(placement, shares_cores=shares_cores, prepared=True)
     try:
         return ort.InferenceSession(str(model), options, providers=list(prepare.PROVIDERS))
     except Exception as error:
@@ -99,6 +102,14 @@ class Loader:
         past = measured_past(backend.facts)
         return costs_of(backend, folder / f"costs-{placement}-{past}.json", self.say)
 
+    @property
+    def has_draft(self) -> bool:
+        """Whether a draft will be there to ask."""
+        config = self.config
+        return not (
+            self.bundle.draft is None or config.draft_device == "none" or config.speculate == "off"
+        )
+
     def corpus(self) -> PriorFile | None:
         """The prior that the config names. Raises BundleError, TokenizerMismatchError."""
         if self.config.prior is None:
@@ -116,7 +127,7 @@ class Loader:
         """All sources of proposals. Raises as `LLM` does."""
         pace = Pace(costs)
         drafter = None
-        if self.bundle.draft is not None and self.config.draft_device != "none":
+        if self.has_draft:
             drafter = self._drafter(pace, tokenizer.ends_segment, trace)
         return Speculation(
             pace, self.config.speculate, tokenizer.ends_segment, SharedIndex(), corpus, drafter
@@ -152,10 +163,10 @@ class Loader:
     def _on_cpu(self) -> Opened:
         record = self.bundle.draft
         assert record is not None
-        placement = self.config.draft_placement()
+        placement, shares_cores = self.config.draft_placement()
         prepared = prepare_draft(self.bundle, self.cache, placement.threads, self.say)
         backend = OrtBackend(
-            load_session(prepared.model, placement),
+            load_session(prepared.model, placement, shares_cores=shares_cores),
             record.config,
             kv=record.kv,
             lanes=self.config.lanes,
@@ -164,4 +175,4 @@ class Loader:
         )
         layout, vocab_map = draft_layout(record.config), load_vocab_map(self.bundle)
         model = DraftModel(backend, record.config, record.kv, vocab_map, layout)
-        return Opened(model, self.costs(backend, prepared.folder, placement))
+        return Opened(model, self.costs(backend, prepared.folder, placement), shares_cores)

@@ -17,6 +17,7 @@ from typing import Protocol
 import numpy as np
 
 from headrace.runtime.backend import BackendFacts
+from headrace.runtime.draft_mode import DraftMode
 from headrace.runtime.drafter import SOURCE, Drafter, Pays, origins
 from headrace.runtime.drafting import Drafting
 from headrace.runtime.guess import Guess, Guesser
@@ -126,7 +127,8 @@ class Speculator:
         if drafter is not None and drafter.broken is None and sources != "lookup":
             guesser = Guesser(sampler, self._accept, drafter.head)
             self._drafting = Drafting(drafter, guesser, text.tokens, text.length)
-        self._asked_at: float | None = None
+        self._began: tuple[DraftMode, float] | None = None
+        """A pass that the draft was to have a part in, and when."""
         self._passes = 0
         self._proposed: Counter[tuple[str, int]] = Counter()
         self._accepted: Counter[tuple[str, int]] = Counter()
@@ -195,17 +197,20 @@ class Speculator:
         drafting, drafter = self._drafting, self._shared.drafter
         if drafting is None or drafter is None or not drafting.is_possible:
             return None
-        is_deferred = drafter.defer.is_deferred
+        mode = drafter.modes.asked if room.fixed else drafter.modes.mode
+        is_deferred = mode is DraftMode.DEFERRED
         rates = self._pace.acceptance.rates([Origin(SOURCE)] * room.most)
         reach: F64 = np.cumprod(rates, dtype=np.float64)
         wait_s = drafter.wait_s(is_deferred=is_deferred)
         plan = planned(self._pace, reach, room, wait_s)
         want = plan.num_tokens if plan.tokens_per_s > tokens_per_s or room.fixed else 0
         drafter.passes_unasked += 1
-        if not want:
-            if drafter.passes_unasked < _RETRY_PASSES:
+        if want:
+            self._began = mode, time.perf_counter()
+            if mode is DraftMode.UNASKED:
                 return None
-            want = 1
+        elif drafter.passes_unasked < _RETRY_PASSES:
+            return None
         drafter.passes_unasked = 0
         costs = self._pace.costs(room.lanes)
         row_s = float(costs[-1] - costs[0]) / MAX_PROPOSED
@@ -213,8 +218,7 @@ class Speculator:
         pays = Pays(row_s * tokens_per_s, min(0.9, (drafter.step_s + row_s) * tokens_per_s))
         if room.fixed or self._accept == "rejection":
             pays = Pays(0.0, 0.0)
-        self._asked_at = time.perf_counter()
-        chain = drafting.ask(want, pays, is_deferred=is_deferred)
+        chain = drafting.ask(want or 1, pays, is_deferred=is_deferred)
         return self._drafted(chain) if chain else None
 
     def _drafted(self, chain: Sequence[tuple[Guess, ...]]) -> Proposal:
@@ -238,10 +242,11 @@ class Speculator:
     def judged(self, proposal: Proposal, tree: Tree, accepted: Accepted) -> None:
         """What the target kept of a proposal, of which it saw `tree`."""
         self._passes += 1
-        if self._asked_at is not None and self._shared.drafter is not None:
-            seconds = time.perf_counter() - self._asked_at
-            self._shared.drafter.defer.note(len(accepted.token_ids), seconds)
-            self._asked_at = None
+        if self._began is not None and self._shared.drafter is not None:
+            mode, began = self._began
+            seconds = time.perf_counter() - began
+            self._shared.drafter.modes.note(mode, len(accepted.token_ids), seconds)
+            self._began = None
         for origin, depth in zip(proposal.origins, tree.depths, strict=False):
             self._proposed[origin.source, depth] += 1
         node = ROOT

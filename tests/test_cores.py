@@ -151,11 +151,45 @@ def test_a_placement_is_a_name_of_files() -> None:
 def test_settings_become_placements() -> None:
     one = str(cores.allowed()[0])
     config = RuntimeConfig(target_cpus=one, draft_cpus=one)
-    assert config.target_placement() == config.draft_placement() == Placement((int(one),), 1)
+    assert config.target_placement() == Placement((int(one),), 1)
+    assert config.draft_placement() == (Placement((int(one),), 1), True)
     assert RuntimeConfig().target_placement() == cores.default_here()
     assert RuntimeConfig(target_threads=1).target_placement().threads == 1
-    assert RuntimeConfig().draft_placement() == Placement(threads=1)
-    assert RuntimeConfig(draft_threads=3).draft_placement() == Placement(threads=3)
+    assert RuntimeConfig(draft_threads=3).draft_placement()[0] == Placement(threads=3)
+
+
+BOARD_TARGET = Placement((4, 5, 6, 7), 4)
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "target", "threads", "cpus", "placement", "shares"),
+    [
+        (RK3588, BOARD_TARGET, None, None, Placement(None, 1), False),
+        (RK3588, BOARD_TARGET, None, (0, 1), Placement((0, 1), 1), False),
+        (RK3588, BOARD_TARGET, None, (4, 5), Placement((4, 5), 1), True),
+        (RK3588, BOARD_TARGET, 5, None, Placement(None, 5), True),
+        (RK3588, Placement((4, 5, 6), 3), 1, (4, 5, 6, 7), Placement((4, 5, 6, 7), 1), False),
+        (SMT, Placement(), None, None, Placement(), True),
+        (SMT, Placement(threads=3), None, None, Placement(None, 1), False),
+        (SMT, Placement(threads=4), None, None, Placement(threads=4), True),
+        (SMT, Placement(threads=4), 1, None, Placement(None, 1), True),
+        (SMT, Placement(threads=2), None, (0, 2), Placement((0, 2), 1), False),
+    ],
+)
+def test_a_draft_gets_cores_of_its_own_or_takes_turns(
+    cpuinfo: str,
+    target: Placement,
+    threads: int | None,
+    cpus: Cpus | None,
+    placement: Placement,
+    shares: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "cpuinfo").write_text(cpuinfo)
+    monkeypatch.setattr(cores, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(cores, "allowed", lambda: EIGHT)
+    assert cores.beside(target, threads, cpus) == (placement, shares)
 
 
 @pytest.mark.parametrize("model", ["target", "draft"])

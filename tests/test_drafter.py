@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +20,7 @@ from headrace import LLM, SamplingParams
 from headrace.runtime import drafter as drafter_module
 from headrace.runtime.backend import LaneBackend
 from headrace.runtime.batch import F32, LaneRows
-from headrace.runtime.defer import DeferChoice
+from headrace.runtime.draft_mode import DraftMode, ModeChoice, modes_of
 from headrace.runtime.drafter import Drafter
 from headrace.runtime.request import Accept, Completion, LogitBias
 from headrace.runtime.trace import Trace
@@ -277,16 +279,63 @@ def test_deferral_computes_ahead(twin_bundle: Path, shared_cache: Path) -> None:
     assert len(overlapping) > len(drafts) / 3, "draft passes within passes of the target"
 
 
-def test_the_faster_mode_is_taken() -> None:
-    for faster in (True, False):
-        choice = DeferChoice("auto")
-        taken = []
-        for _ in range(2000):
-            taken.append(choice.is_deferred)
-            choice.note(3, 0.1 if choice.is_deferred is faster else 0.15)
-        share = sum(is_deferred is faster for is_deferred in taken) / len(taken)
-        assert 0.8 < share < 1.0, "and the other is tried again now and then"
-    assert DeferChoice("on").is_deferred and not DeferChoice("off").is_deferred
+ALL_MODES = modes_of("auto", shares_cores=False)
+
+
+@pytest.mark.parametrize("fastest", ALL_MODES)
+@pytest.mark.parametrize("slow", [1.2, 1.5, 10.0])
+def test_the_fastest_mode_is_taken(fastest: DraftMode, slow: float) -> None:
+    """Passes give one to four tokens, by chance."""
+    choice, chance = ModeChoice(ALL_MODES), random.Random(5)
+    taken: Counter[DraftMode] = Counter()
+    spent = least = 0.0
+    for number in range(6000):
+        mode = choice.mode
+        seconds = 0.1 if mode is fastest else 0.1 * slow
+        choice.note(mode, chance.randint(1, 4), seconds)
+        if number >= 1000:
+            taken[mode] += 1
+            spent, least = spent + seconds, least + 0.1
+    assert spent < 1.03 * least
+    assert all(taken.values()), "the others are tried again now and then"
+
+
+def test_a_mode_that_becomes_the_fastest_is_taken() -> None:
+    choice = ModeChoice(ALL_MODES)
+    for fastest in (*ALL_MODES, *ALL_MODES):
+        modes = []
+        for _ in range(3000):
+            modes.append(choice.mode)
+            choice.note(choice.mode, 2, 0.1 if choice.mode is fastest else 0.13)
+        assert Counter(modes[-500:])[fastest] > 450
+
+
+def test_a_text_of_another_kind_changes_no_mode() -> None:
+    """Speeds differ by text more than by mode, so a mode is held against what was just before."""
+    choice = ModeChoice([DraftMode.IN_LINE, DraftMode.UNASKED])
+    wrong = 0
+    for number in range(20_000):
+        tokens = 4 if number // 500 % 2 else 1
+        wrong += choice.mode is DraftMode.UNASKED
+        choice.note(choice.mode, tokens, 0.1 if choice.mode is DraftMode.IN_LINE else 0.12)
+    assert wrong < 1_000
+
+
+def test_what_defer_allows() -> None:
+    deferred, in_line, unasked = ALL_MODES
+    assert modes_of("auto", shares_cores=True) == (in_line, unasked)
+    for shares_cores in (False, True):
+        assert modes_of("on", shares_cores=shares_cores) == (deferred, unasked)
+        assert modes_of("off", shares_cores=shares_cores) == (in_line, unasked)
+
+
+def test_a_fixed_number_asks_in_any_case() -> None:
+    choice = ModeChoice(ALL_MODES)
+    for _ in range(200):
+        fast = choice.mode is DraftMode.UNASKED
+        choice.note(choice.mode, 2, 0.1 if fast else 0.2 if choice.mode is ALL_MODES[0] else 0.15)
+    assert (choice.mode, choice.asked) == (DraftMode.UNASKED, DraftMode.IN_LINE)
+    assert str(choice) == "not asked: 20.0 tokens/s, deferred 0.50 of that, in-line 0.67 of that"
 
 
 @pytest.mark.parametrize("accept", ["coupled", "rejection"])

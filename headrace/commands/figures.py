@@ -110,7 +110,7 @@ def _draft_facts(completion: Completion, engine: Engine) -> list[tuple[str, str]
     rows = f"{counts.rows_true:,} of {counts.rows:,} rows became text"
     return [
         ("draft model", ", ".join([*parts, rows])),
-        ("drafting", str(drafter.defer)),
+        ("drafting", str(drafter.modes)),
         *_draft_troubles(drafter),
     ]
 

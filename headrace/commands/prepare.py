@@ -36,7 +36,7 @@ def command(bundle: Path, **flags: Any) -> None:
     verify(opened, cache, say)
     found = [prepare_target(opened, cache, config.target_placement().threads, say)]
     if opened.draft is not None:
-        found.append(prepare_draft(opened, cache, config.draft_placement().threads, say))
+        found.append(prepare_draft(opened, cache, config.draft_placement()[0].threads, say))
     ctx = min(_MEASURED_CTX, opened.manifest.config.max_position)
     with LLM(bundle, dataclasses.replace(config, lanes=1, ctx=ctx, exactness="tree"), say=say):
         pass  # it has measured what was not known

@@ -83,7 +83,8 @@ def test_interrupted_equals_uninterrupted(
                 assert time.monotonic() < patience
                 time.sleep(0.05)
             try:
-                run.wait(draws.uniform(0, 6) if interrupted < 4 else 300)
+                most = trained * 2**interrupted / 8
+                run.wait(draws.uniform(0, most) if interrupted < 4 else 300)
             except subprocess.TimeoutExpired:
                 run.send_signal(number)
                 interrupted += 1
