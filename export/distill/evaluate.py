@@ -127,15 +127,21 @@ class _Pair:
     @torch.no_grad()
     def figures(self, name: str, ids: I64) -> Figures:
         noise = torch.Generator().manual_seed(_SEED)
-        texts = torch.from_numpy(ids)
-        parts = [self._compare(part, noise) for part in texts.split(_AT_ONCE)]
-        overlap, top1, coupled, coverage = torch.stack(parts).mean(0).tolist()
-        depth = torch.cat([self._depths(texts[:, : int(s * ids.shape[1])]) for s in _PREFIXES])
+        rows, depths = [], []
+        for part in torch.from_numpy(ids).split(_AT_ONCE):
+            capacity = part.shape[1] + MAX_DEPTH
+            cache = Cache.empty(self.target.checkpoint.config, len(part), capacity)
+            hidden = self.target.model.extend(part, cache)
+            rows.append(self._compare(part, hidden, noise))
+            depths += self._depths(part, hidden, cache)
+        overlap, top1, coupled, coverage = torch.stack(rows).mean(0).tolist()
+        depth = torch.cat(depths)
         reached = [float((depth >= d).float().mean()) for d in range(1, MAX_DEPTH + 1)]
         return Figures(name, ids.size, overlap, top1, coupled, coverage, tuple(reached))
 
-    def _compare(self, ids: Tensor, noise: torch.Generator) -> Tensor:
-        log_p = torch.log_softmax(self.target.model(ids).flatten(0, 1) @ self.target.head.T, -1)
+    def _compare(self, ids: Tensor, hidden: Tensor, noise: torch.Generator) -> Tensor:
+        """Means of overlap, same first choice, same draw, coverage."""
+        log_p = torch.log_softmax(hidden.flatten(0, 1) @ self.target.head.T, -1)
         log_q = torch.log_softmax(self.draft(ids).flatten(0, 1) @ self.head.rows.T, -1)
         seen_p = log_p[:, self.head.ids]  # [rows, K]
         overlap = torch.minimum(seen_p.exp(), log_q.exp()).sum(-1)
@@ -146,19 +152,24 @@ class _Pair:
         rows = (overlap, top1.float(), coupled.float(), seen_p.exp().sum(-1))
         return torch.stack([row.mean() for row in rows])
 
-    def _depths(self, prefix: Tensor) -> Tensor:
-        """[B], how many tokens of a greedy chain after each prefix [B, T] the target accepts.
+    def _depths(self, ids: Tensor, hidden: Tensor, cache: Cache) -> list[Tensor]:
+        """[B] for each prefix, how many tokens of a greedy chain behind it the target accepts.
 
         A chain is accepted as long as it is what the target goes on with, so it is enough to let
-        the target go on, and to ask the draft along that.
+        the target go on, and to ask the draft along that. From the longest prefix to the shortest:
+        what goes on overwrites what no later one needs.
         """
-        cache = Cache.empty(self.target.checkpoint.config, len(prefix), prefix.shape[1] + MAX_DEPTH)
-        hidden, chosen = self.target.model.extend(prefix, cache)[:, -1:], []
-        for depth in range(MAX_DEPTH):
-            chosen.append((hidden @ self.target.head.T).argmax(-1))  # [B, 1]
-            if depth + 1 < MAX_DEPTH:
-                hidden = self.target.model.extend(chosen[-1], cache)
-        wanted = torch.cat(chosen, 1)  # [B, MAX_DEPTH]
-        rows = self.draft(torch.cat([prefix, wanted[:, :-1]], 1))[:, -MAX_DEPTH:]
-        proposed = self.head.ids[(rows @ self.head.rows.T).argmax(-1)]
-        return (proposed == wanted).long().cumprod(1).sum(1)
+        found = []
+        for share in sorted(_PREFIXES, reverse=True):
+            cache.length = int(share * ids.shape[1])
+            row, chosen = hidden[:, cache.length - 1 : cache.length], []
+            prefix = ids[:, : cache.length]
+            for depth in range(MAX_DEPTH):
+                chosen.append((row @ self.target.head.T).argmax(-1))  # [B, 1]
+                if depth + 1 < MAX_DEPTH:
+                    row = self.target.model.extend(chosen[-1], cache)
+            wanted = torch.cat(chosen, 1)  # [B, MAX_DEPTH]
+            rows = self.draft(torch.cat([prefix, wanted[:, :-1]], 1))[:, -MAX_DEPTH:]
+            proposed = self.head.ids[(rows @ self.head.rows.T).argmax(-1)]
+            found.append((proposed == wanted).long().cumprod(1).sum(1))
+        return found
