@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from headrace.export.calibrate import FloatWeights
 from headrace.export.checkpoint import open_checkpoint
-from headrace.export.distill.decoder import Decoder, Places
+from headrace.export.distill.decoder import Cache, Decoder, Places
 from headrace.export.distill.labels import Labelled
 from headrace.export.distill.student import Batch, Head, Target, divergence
 from headrace.export.distill.texts import BuiltInCorpus, Library
@@ -116,18 +116,19 @@ def chains(
 @torch.no_grad()
 def continuations(target: Target, held_out: list[Labelled], anchors: Tensor) -> Tensor:
     """[texts, anchors, 1 + AHEAD] tokens that the target goes on with, greedily."""
+    ids = torch.from_numpy(np.concatenate([texts.ids for texts in held_out])).long()
+    cache = Cache.empty(target.checkpoint.config, len(ids), LENGTH + AHEAD)
+    hidden = target.model.extend(ids, cache)
     found = []
-    for texts in held_out:
-        ids = torch.from_numpy(texts.ids[0]).long()
-        rows = []
-        for anchor in anchors.tolist():
-            prefix = ids[: anchor + 1]
-            for _ in range(1 + AHEAD):
-                hidden = target.model(prefix[None])[0, -1]
-                prefix = torch.cat([prefix, (target.head @ hidden).argmax()[None]])
-            rows.append(prefix[-1 - AHEAD :])
-        found.append(torch.stack(rows))
-    return torch.stack(found)
+    # from the last to the first: what goes on overwrites what no earlier one needs
+    for anchor in reversed(anchors.tolist()):
+        cache.length, row, chosen = anchor + 1, hidden[:, anchor : anchor + 1], []
+        for ahead in range(1 + AHEAD):
+            chosen.append((row @ target.head.T).argmax(-1))
+            if ahead < AHEAD:
+                row = target.model.extend(chosen[-1], cache)
+        found.append(torch.cat(chosen, 1))
+    return torch.stack(found[::-1], 1)
 
 
 def run(source: str, folder: Path, tokens: int, held: int) -> dict[str, Any]:
