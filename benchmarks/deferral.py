@@ -126,7 +126,7 @@ def run(
     counts: dict[str, DraftCounts],
 ) -> Part:
     """One answer's end, its spans, and the draft's counts."""
-    drafter.modes = ModeChoice([MODES.get(mode, DraftMode.IN_LINE)])
+    drafter.asked_modes = ModeChoice([MODES.get(mode, DraftMode.IN_LINE)])
     tokens = passes = 0
     with llm.generate(prompt, params, stream=True) as answer:
         skipped = 0

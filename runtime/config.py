@@ -51,7 +51,8 @@ class RuntimeConfig:
     """Threads of the draft's passes on the CPU; unless set, one, or as many as the target's where
     that leaves no core to the draft and both compute in turns."""
     draft_cpus: str | None = None
-    """CPUs that the draft computes on (0-3); unless set, any."""
+    """CPUs that the draft computes on (0-3); unless set, any, or the target's where both compute in
+    turns."""
     draft_device: DraftDevice = "auto"
     """Where the bundle's draft runs: `auto` is the NPU if there is one and the bundle has a draft
     for it, else the CPU; `npu` insists, `npu-lite` goes through Rockchip's Python package, and `none`
@@ -67,7 +68,8 @@ class RuntimeConfig:
     """Tokens to propose for a pass, from what the text repeats and from the bundle's draft: `auto`
     goes by what pays on this machine, a number up to 16 proposes as many, `off` none."""
     defer: Defer = "auto"
-    """Whether the draft goes on while the target verifies: `auto` takes what is faster here."""
+    """Whether the draft goes on while the target verifies: `auto` takes what is faster here. With
+    each of them it is left unasked where that is faster still."""
     prior: Path | None = None
     """A corpus whose continuations are proposed (`headrace prior build`)."""
     ram: Bytes | None = None
@@ -128,7 +130,8 @@ class RuntimeConfig:
         from the target there.
         """
         cpus = None if self.draft_cpus is None else cores.parse_cpu_list(self.draft_cpus)
-        return cores.beside(self.target_placement(), self.draft_threads, cpus)
+        target = self.target_placement()
+        return cores.beside(target, self.draft_threads, cpus, takes_turns=self.defer != "on")
 
 
 def _check_cpus(model: str, listed: object, threads: int | None) -> None:

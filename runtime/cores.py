@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -117,11 +117,14 @@ def default_placement(
     return Placement(threads=threads)
 
 
-def beside(target: Placement, threads: int | None, cpus: Cpus | None) -> tuple[Placement, bool]:
+def beside(
+    target: Placement, threads: int | None, cpus: Cpus | None, *, takes_turns: bool
+) -> tuple[Placement, bool]:
     """Where a draft computes on this machine, and whether it takes cores from `target` there.
 
     With neither `threads` nor `cpus` set it is one thread of its own, if the target leaves a core to
-    it; else both compute in turns, and the draft on as many threads as the target.
+    it or both shall compute at once all the same; else it `takes_turns` with the target, on as many
+    threads.
     """
     try:
         cpuinfo = CPUINFO.read_text(encoding="utf-8", errors="replace")
@@ -129,18 +132,17 @@ def beside(target: Placement, threads: int | None, cpus: Cpus | None) -> tuple[P
         cpuinfo = ""
     draft = Placement(cpus, threads or 1)
     shares = shares_cores(target, draft, cpuinfo, allowed())
-    if shares and threads is None and cpus is None:
+    if shares and takes_turns and threads is None and cpus is None:
         draft = target
     return draft, shares
 
 
 def shares_cores(one: Placement, other: Placement, cpuinfo: str, allowed: Cpus) -> bool:
     """Whether two models that compute at once need more cores than there are for them."""
-    ours, theirs = (set(p.cpus or allowed) for p in (one, other))
-    if not ours & theirs:
-        return False
-    cores = len(one_per_core(cpuinfo, tuple(sorted(ours | theirs))))
-    return sum(p.threads or cores for p in (one, other)) > cores
+    core_of = _physical_cores(cpuinfo)
+    ours, theirs = ({core_of(cpu) for cpu in p.cpus or allowed} for p in (one, other))
+    num_cores = len(ours | theirs)
+    return bool(ours & theirs) and sum(p.threads or num_cores for p in (one, other)) > num_cores
 
 
 def fast_cores(cpuinfo: str, allowed: Cpus, capacities: Mapping[int, int]) -> Cpus | None:
@@ -164,12 +166,21 @@ def fast_cores(cpuinfo: str, allowed: Cpus, capacities: Mapping[int, int]) -> Cp
 
 def one_per_core(cpuinfo: str, allowed: Cpus) -> Cpus:
     """The first CPU of `allowed` on each physical core; all, where the text does not tell."""
-    fields, firsts = _fields(cpuinfo), dict[object, int]()
+    core_of, firsts = _physical_cores(cpuinfo), dict[object, int]()
     for cpu in allowed:
-        mine = fields.get(cpu, {})
-        core = (mine.get("physical id"), mine["core id"]) if "core id" in mine else cpu
-        firsts.setdefault(core, cpu)
+        firsts.setdefault(core_of(cpu), cpu)
     return tuple(firsts.values())
+
+
+def _physical_cores(cpuinfo: str) -> Callable[[int], object]:
+    """What all CPUs of one core have in common; the CPU itself, where the text does not tell."""
+    fields = _fields(cpuinfo)
+
+    def core_of(cpu: int) -> object:
+        mine = fields.get(cpu, {})
+        return (mine.get("physical id"), mine["core id"]) if "core id" in mine else cpu
+
+    return core_of
 
 
 def read_capacities(folder: Path) -> dict[int, int]:

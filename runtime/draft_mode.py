@@ -54,6 +54,8 @@ class ModeChoice:
         """What its last phase took."""
         self._shares: dict[DraftMode, float | None] = dict.fromkeys(modes)
         """What each mode gives of that; None if it was never tried."""
+        self._tried: set[DraftMode] = set()
+        """Modes whose share rests on a trial of theirs against the one that is taken."""
         self._rests = dict.fromkeys(modes, self._RESTS[0])
         self._due = dict.fromkeys(modes, 0)
         """Phase from which each is tried again."""
@@ -65,14 +67,6 @@ class ModeChoice:
     def mode(self) -> DraftMode:
         """For the next pass."""
         return self._mode
-
-    @property
-    def asked(self) -> DraftMode:
-        """The same where the draft is to be asked in any case."""
-        if self._mode is not DraftMode.UNASKED:
-            return self._mode
-        others = [mode for mode in self._shares if mode is not DraftMode.UNASKED]
-        return max(others, key=lambda mode: self._shares[mode] or 0.0)
 
     def __str__(self) -> str:
         """The mode that is taken, and what the others give of its speed."""
@@ -109,14 +103,16 @@ class ModeChoice:
         self._tokens = self._seconds = 0.0
         self._passes = 0
         due = [m for m in self._shares if m is not self._taken and self._phases >= self._due[m]]
-        self._mode = due[0] if due else self._taken
+        # between two trials the mode that is taken has a phase, which the next one is held against
+        self._mode = due[0] if due and trial is None else self._taken
 
     def _judge(self, share: float) -> None:
         """Of the mode that was tried, which has given this share of the other's speed."""
         assert self._speed is not None
-        mode, before = self._mode, self._shares[self._mode]
+        mode, first, most = self._mode, *self._RESTS
+        before = self._shares[mode] if mode in self._tried else None
         share = share if before is None else (before + share) / 2
-        first, most = self._RESTS
+        self._tried.add(mode)
         if share <= 1:
             self._shares[mode] = share
             self._due[mode] = self._phases + self._rests[mode]
@@ -126,5 +122,6 @@ class ModeChoice:
         self._due[self._taken] = self._phases + first
         self._shares = {m: s and s / share for m, s in self._shares.items()}
         self._shares |= {self._taken: 1 / share, mode: 1.0}
+        self._tried.clear()
         self._taken, self._speed, self._rests[mode] = mode, share * self._speed, first
         self._phase_s = self._seconds

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from headrace.runtime.candidate import Candidate, Candidates, Opened
 from headrace.runtime.draft import DraftLane, frontier
-from headrace.runtime.draft_mode import ModeChoice, modes_of
+from headrace.runtime.draft_mode import DraftMode, ModeChoice, modes_of
 from headrace.runtime.guess import Guess, Guesser
 from headrace.runtime.pace import ANY, Acceptance, Origin
 from headrace.runtime.request import DraftCounts
@@ -87,7 +87,7 @@ class Ask:
     """Tokens that have become output since the last one that was sent."""
     want: int
     pays: Pays
-    is_deferred: bool
+    mode: DraftMode
     chain: list[tuple[Guess, ...]] = field(default_factory=list)
     """Guesses along the likeliest path."""
     error: Exception | None = None
@@ -118,8 +118,6 @@ class Drafter:
         """Why the draft is not asked any more."""
         self.passes_unasked = 0
         """Passes of the target since it was asked last."""
-        self._waits = {False: (0.0, 0.0), True: (0.0, 0.0)}
-        """Seconds waited and tokens gained, by deferral; decaying sums."""
         self._failures_in_a_row = 0
         self._acceptance, self._is_boundary = acceptance, is_boundary
         self.trace = trace
@@ -140,7 +138,13 @@ class Drafter:
     def _use(self, opened: Opened) -> None:
         """It drafts from now on, and knows no text."""
         self.model, costs = opened.model, opened.costs
-        self.modes = ModeChoice(modes_of(self._defer, shares_cores=opened.shares_cores))
+        modes = modes_of(self._defer, shares_cores=opened.shares_cores)
+        self.modes = ModeChoice(modes)
+        asked = [mode for mode in modes if mode is not DraftMode.UNASKED]
+        self.asked_modes = ModeChoice(asked)
+        """For requests that want the draft to be asked in any case."""
+        self._waits = dict.fromkeys(asked, (0.0, 0.0))
+        """Seconds waited and tokens gained in a mode; decaying sums."""
         self.step_s = costs.of(1)
         """Seconds of a pass that says what comes after a token; learned from each."""
         self._text_row_s = costs.of(17) / 17
@@ -169,18 +173,17 @@ class Drafter:
         """Seconds that it takes to catch up with a text."""
         return num_tokens * self._text_row_s
 
-    def wait_s(self, *, is_deferred: bool) -> float:
-        """Seconds that a request waits for a token."""
-        seconds, tokens = self._waits[is_deferred]
-        return (seconds + self.step_s) / (tokens + 1)
+    @property
+    def wait_s(self) -> float:
+        """Seconds that a request waits for a token, in the mode where it waits least."""
+        return min((s + self.step_s) / (tokens + 1) for s, tokens in self._waits.values())
 
-    def note_wait(self, seconds: float, num_tokens: int, *, is_deferred: bool) -> None:
+    def note_wait(self, seconds: float, num_tokens: int, mode: DraftMode) -> None:
         """What a request waited for, and what it got; nothing if the draft was late."""
-        before_s, before = self._waits[is_deferred]
-        self._waits[is_deferred] = (
-            _WAIT_MEMORY * before_s + seconds,
-            _WAIT_MEMORY * before + num_tokens,
-        )
+        waits = self._waits
+        if mode in waits:  # else of a request to a draft that another has taken the place of
+            before_s, before = waits[mode]
+            waits[mode] = _WAIT_MEMORY * before_s + seconds, _WAIT_MEMORY * before + num_tokens
 
     def notice_hang(self) -> None:
         """Gives up a draft whose pass does not end."""
@@ -265,6 +268,10 @@ class Drafter:
         """The next question; until there is one, goes on behind what is being verified."""
         # First: where questions never end, there may be something to go on with for ever.
         self.candidates.reopen_what_is_due(self._queue.put)
+        if self.modes.mode is DraftMode.UNASKED:
+            # What nobody will ask for would only slow down what it is to be held against.
+            self._open.clear()
+            self._owed.clear()
         while self._open:
             with suppress(queue.Empty):
                 return self._queue.get_nowait()
@@ -299,7 +306,7 @@ class Drafter:
             self.counts.head_starts += 1
             self.counts.head_start_hits += not num_rows
         ask.chain = self._grow(lane, ask)
-        if ask.is_deferred:
+        if ask.mode is DraftMode.DEFERRED:
             self._open.append(lane)
             self._owed.add(lane)
 

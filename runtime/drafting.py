@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from headrace.runtime.draft_mode import DraftMode
 from headrace.runtime.drafter import Ask, Drafter, Pays, Place
 from headrace.runtime.guess import Guess, Guesser
 from headrace.runtime.trace import span
@@ -55,20 +56,20 @@ class Drafting:
         drafter.notice_hang()
         return drafter.broken is None and (self._last is None or self._last.done.is_set())
 
-    def ask(self, want: int, pays: Pays, *, is_deferred: bool) -> list[tuple[Guess, ...]]:
+    def ask(self, want: int, pays: Pays, mode: DraftMode) -> list[tuple[Guess, ...]] | None:
         """Guesses for each of the next places, up to `want`; none if it failed or is late.
 
-        Ends early where another token no longer `pays`.
+        Ends early where another token no longer `pays`. None if it has to read first, which it does
+        while the request goes on.
         """
         drafter = self._drafter
         reading_s = drafter.reading_s(self._num_behind)
         if reading_s > _READ_AHEAD * drafter.step_s:
-            # A long text is read while the target goes on; what comes after it is asked then.
-            self._submit(0, pays, is_deferred=False)
-            return []
+            self._submit(0, pays, DraftMode.IN_LINE)
+            return None
         patience = _PATIENCE * (want * drafter.step_s + reading_s) + _GRACE_S
         start = time.perf_counter()
-        ask = self._submit(want, pays, is_deferred=is_deferred)
+        ask = self._submit(want, pays, mode)
         with span(drafter.trace, "host", "wait"):
             is_done = ask.done.wait(patience)
         drafter.counts.late += not is_done
@@ -79,10 +80,10 @@ class Drafting:
             return []
         chain = ask.chain if is_done and ask.error is None else []
         # Catching up is not what a token costs.
-        drafter.note_wait(max(0.0, waited_s - reading_s), len(chain), is_deferred=is_deferred)
+        drafter.note_wait(max(0.0, waited_s - reading_s), len(chain), mode)
         return chain
 
-    def _submit(self, want: int, pays: Pays, *, is_deferred: bool) -> Ask:
+    def _submit(self, want: int, pays: Pays, mode: DraftMode) -> Ask:
         ask = Ask(
             self._place,
             self._guesser,
@@ -91,7 +92,7 @@ class Drafting:
             self._new,
             want,
             pays,
-            is_deferred,
+            mode,
         )
         self._last, self._new, self._num_behind = ask, [], 0
         self._drafter.submit(ask)

@@ -131,7 +131,9 @@ class LLM(Closing):
         num_blocks = self.config.pool_blocks(manifest.config)
         speculation = None
         if self.config.speculate != "off":
-            costs = loader.costs(self.backend, self.prepared.folder, self.placement)
+            costs = loader.costs(
+                self.backend, self.prepared.folder, self.placement, shares_cores=shares_cores
+            )
             speculation = loader.speculation(costs, self.tokenizer, corpus, trace)
             # The draft's thread must have ended before the interpreter does.
             weakref.finalize(self, speculation.close)

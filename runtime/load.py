@@ -97,10 +97,12 @@ class Loader:
     config: RuntimeConfig
     say: Say
 
-    def costs(self, backend: LaneBackend, folder: Path, placement: Placement) -> PassCosts:
+    def costs(
+        self, backend: LaneBackend, folder: Path, placement: Placement, *, shares_cores: bool
+    ) -> PassCosts:
         """Measured once for a prepared model, and remembered beside it."""
-        past = measured_past(backend.facts)
-        return costs_of(backend, folder / f"costs-{placement}-{past}.json", self.say)
+        past, turns = measured_past(backend.facts), "-turns" if shares_cores else ""
+        return costs_of(backend, folder / f"costs-{placement}-{past}{turns}.json", self.say)
 
     @property
     def has_draft(self) -> bool:
@@ -175,4 +177,5 @@ class Loader:
         )
         layout, vocab_map = draft_layout(record.config), load_vocab_map(self.bundle)
         model = DraftModel(backend, record.config, record.kv, vocab_map, layout)
-        return Opened(model, self.costs(backend, prepared.folder, placement), shares_cores)
+        costs = self.costs(backend, prepared.folder, placement, shares_cores=shares_cores)
+        return Opened(model, costs, shares_cores)

@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 
 from headrace.runtime.backend import BackendFacts
-from headrace.runtime.draft_mode import DraftMode
+from headrace.runtime.draft_mode import DraftMode, ModeChoice
 from headrace.runtime.drafter import SOURCE, Drafter, Pays, origins
 from headrace.runtime.drafting import Drafting
 from headrace.runtime.guess import Guess, Guesser
@@ -127,8 +127,8 @@ class Speculator:
         if drafter is not None and drafter.broken is None and sources != "lookup":
             guesser = Guesser(sampler, self._accept, drafter.head)
             self._drafting = Drafting(drafter, guesser, text.tokens, text.length)
-        self._began: tuple[DraftMode, float] | None = None
-        """A pass that the draft was to have a part in, and when."""
+        self._began: tuple[ModeChoice, DraftMode, float] | None = None
+        """A pass that the draft promises something for: its mode, of which choice, and when."""
         self._passes = 0
         self._proposed: Counter[tuple[str, int]] = Counter()
         self._accepted: Counter[tuple[str, int]] = Counter()
@@ -195,30 +195,31 @@ class Speculator:
     def _draft(self, tokens_per_s: float, room: Room) -> Proposal | None:
         """What the draft model proposes, if it promises more than `tokens_per_s`."""
         drafting, drafter = self._drafting, self._shared.drafter
-        if drafting is None or drafter is None or not drafting.is_possible:
+        if drafting is None or drafter is None or drafter.broken is not None:
             return None
-        mode = drafter.modes.asked if room.fixed else drafter.modes.mode
-        is_deferred = mode is DraftMode.DEFERRED
+        is_possible = drafting.is_possible
         rates = self._pace.acceptance.rates([Origin(SOURCE)] * room.most)
         reach: F64 = np.cumprod(rates, dtype=np.float64)
-        wait_s = drafter.wait_s(is_deferred=is_deferred)
-        plan = planned(self._pace, reach, room, wait_s)
+        plan = planned(self._pace, reach, room, drafter.wait_s)
         want = plan.num_tokens if plan.tokens_per_s > tokens_per_s or room.fixed else 0
+        modes = drafter.asked_modes if room.fixed else drafter.modes
+        mode = modes.mode
         drafter.passes_unasked += 1
         if want:
-            self._began = mode, time.perf_counter()
-            if mode is DraftMode.UNASKED:
-                return None
-        elif drafter.passes_unasked < _RETRY_PASSES:
+            self._began = modes, mode, time.perf_counter()
+        elif drafter.passes_unasked >= _RETRY_PASSES:
+            want, mode = 1, drafter.asked_modes.mode
+        if not want or mode is DraftMode.UNASKED or not is_possible:
             return None
-        drafter.passes_unasked = 0
         costs = self._pace.costs(room.lanes)
         row_s = float(costs[-1] - costs[0]) / MAX_PROPOSED
         # A token pays if it comes more surely than others would in the time that it takes.
         pays = Pays(row_s * tokens_per_s, min(0.9, (drafter.step_s + row_s) * tokens_per_s))
         if room.fixed or self._accept == "rejection":
             pays = Pays(0.0, 0.0)
-        chain = drafting.ask(want or 1, pays, is_deferred=is_deferred)
+        chain = drafting.ask(want, pays, mode)
+        if chain is not None:
+            drafter.passes_unasked = 0
         return self._drafted(chain) if chain else None
 
     def _drafted(self, chain: Sequence[tuple[Guess, ...]]) -> Proposal:
@@ -242,10 +243,9 @@ class Speculator:
     def judged(self, proposal: Proposal, tree: Tree, accepted: Accepted) -> None:
         """What the target kept of a proposal, of which it saw `tree`."""
         self._passes += 1
-        if self._began is not None and self._shared.drafter is not None:
-            mode, began = self._began
-            seconds = time.perf_counter() - began
-            self._shared.drafter.modes.note(mode, len(accepted.token_ids), seconds)
+        if self._began is not None:
+            modes, mode, began = self._began
+            modes.note(mode, len(accepted.token_ids), time.perf_counter() - began)
             self._began = None
         for origin, depth in zip(proposal.origins, tree.depths, strict=False):
             self._proposed[origin.source, depth] += 1

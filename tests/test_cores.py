@@ -174,6 +174,8 @@ BOARD_TARGET = Placement((4, 5, 6, 7), 4)
         (SMT, Placement(threads=4), None, None, Placement(threads=4), True),
         (SMT, Placement(threads=4), 1, None, Placement(None, 1), True),
         (SMT, Placement(threads=2), None, (0, 2), Placement((0, 2), 1), False),
+        (SMT, Placement((0, 1), 2), None, (2, 3), Placement((2, 3), 1), True),
+        (SMT, Placement((0, 1), 2), None, (4, 5), Placement((4, 5), 1), False),
     ],
 )
 def test_a_draft_gets_cores_of_its_own_or_takes_turns(
@@ -189,7 +191,9 @@ def test_a_draft_gets_cores_of_its_own_or_takes_turns(
     (tmp_path / "cpuinfo").write_text(cpuinfo)
     monkeypatch.setattr(cores, "CPUINFO", tmp_path / "cpuinfo")
     monkeypatch.setattr(cores, "allowed", lambda: EIGHT)
-    assert cores.beside(target, threads, cpus) == (placement, shares)
+    assert cores.beside(target, threads, cpus, takes_turns=True) == (placement, shares)
+    at_once, shares_then = cores.beside(target, threads, cpus, takes_turns=False)
+    assert at_once == Placement(cpus, threads or 1) and shares_then == shares
 
 
 @pytest.mark.parametrize("model", ["target", "draft"])

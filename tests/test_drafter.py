@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -329,13 +330,45 @@ def test_what_defer_allows() -> None:
         assert modes_of("off", shares_cores=shares_cores) == (in_line, unasked)
 
 
-def test_a_fixed_number_asks_in_any_case() -> None:
+def test_what_the_others_give_is_told() -> None:
     choice = ModeChoice(ALL_MODES)
+    seconds = {DraftMode.DEFERRED: 0.2, DraftMode.IN_LINE: 0.15, DraftMode.UNASKED: 0.1}
     for _ in range(200):
-        fast = choice.mode is DraftMode.UNASKED
-        choice.note(choice.mode, 2, 0.1 if fast else 0.2 if choice.mode is ALL_MODES[0] else 0.15)
-    assert (choice.mode, choice.asked) == (DraftMode.UNASKED, DraftMode.IN_LINE)
+        choice.note(choice.mode, 2, seconds[choice.mode])
     assert str(choice) == "not asked: 20.0 tokens/s, deferred 0.50 of that, in-line 0.67 of that"
+
+
+def test_one_outlier_is_soon_forgotten() -> None:
+    choice = ModeChoice([DraftMode.IN_LINE, DraftMode.UNASKED])
+    modes = []
+    for number in range(400):
+        is_slow = number < 16  # e.g. beside other requests
+        in_line_s = 1.0 if is_slow else 0.1
+        modes.append(choice.mode)
+        choice.note(choice.mode, 2, in_line_s if choice.mode is DraftMode.IN_LINE else 0.13)
+    assert Counter(modes[150:])[DraftMode.IN_LINE] > 200
+
+
+@pytest.mark.parametrize("speculate", [4, "auto"])
+def test_a_fixed_number_asks_a_draft_that_does_not_pay(
+    speculate: int | Literal["auto"], twin_bundle: Path, shared_cache: Path
+) -> None:
+    """It is asked again now and then; a number asks it before each pass."""
+    with LLM(twin_bundle, cache=shared_cache, speculate=speculate) as llm:
+        draft = drafter_of(llm).model.backend
+        forward = draft.forward
+
+        def slow(rows: Sequence[LaneRows]) -> F32:
+            time.sleep(0.002)
+            return forward(rows)
+
+        draft.forward = slow  # type: ignore[method-assign]
+        params = replace(PARAMS, max_tokens=400, sources="draft")
+        answer = llm.generate(PROMPT, params)
+        counts = answer.speculation
+        assert counts is not None
+        asked = counts.proposed / counts.passes
+    assert asked > 2 if speculate == 4 else 0 < asked < 0.5
 
 
 @pytest.mark.parametrize("accept", ["coupled", "rejection"])

@@ -99,10 +99,13 @@ def _source_facts(counts: SpeculationCounts) -> list[tuple[str, str]]:
 
 def _draft_facts(completion: Completion, engine: Engine) -> list[tuple[str, str]]:
     """Of the draft while the answer was made, if there is one."""
-    drafter = None if engine.speculation is None else engine.speculation.drafter
+    speculation = engine.speculation
+    drafter = None if speculation is None else speculation.drafter
     counts = completion.speculation.draft if completion.speculation else None
-    if drafter is None or counts is None:
+    if speculation is None or drafter is None or counts is None:
         return []
+    is_fixed = isinstance(speculation.speculate, int)
+    modes = drafter.asked_modes if is_fixed else drafter.modes
     parts = [f"busy {counts.busy_s:.2f} s, idle {counts.idle_s:.2f} s"]
     if counts.head_starts:
         share = counts.head_start_hits / counts.head_starts
@@ -110,7 +113,7 @@ def _draft_facts(completion: Completion, engine: Engine) -> list[tuple[str, str]
     rows = f"{counts.rows_true:,} of {counts.rows:,} rows became text"
     return [
         ("draft model", ", ".join([*parts, rows])),
-        ("drafting", str(drafter.modes)),
+        ("drafting", str(modes)),
         *_draft_troubles(drafter),
     ]
 

@@ -11,6 +11,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -71,20 +73,25 @@ def test_interrupted_equals_uninterrupted(
     number: signal.Signals, whole: Path, tmp_path: Path
 ) -> None:
     """At random moments, again and again, until it is done: the same weights, bit for bit."""
-    # machines differ by a factor of ten: the first moment is an eighth of a training away at most
+    # machines differ by a factor of ten: a first moment within half a training is before its end
     trained = json.loads((whole / "draft.json").read_text())["training"]["log"][-1]["seconds"]
     out, draws = tmp_path / "draft", random.Random(int(number))
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    arguments, interrupted = command(out), 0
+    arguments, interrupted, work = command(out), 0, work_folder(out)
     while not out.exists():
         with subprocess.Popen(arguments, env=environment, stderr=subprocess.PIPE) as run:
-            work, patience = work_folder(out), time.monotonic() + 120
-            while not work.exists() and run.poll() is None:
-                assert time.monotonic() < patience
-                time.sleep(0.05)
+            # the first time amid the texts, then twice in the training, behind a save of that run
+            if not interrupted:
+                _await(run, work.exists)
+                most = trained / 2
+            elif interrupted < 3:
+                before = _saved(work)
+                _await(run, partial(_is_saved, work, before))
+                most = 0.3
+            else:
+                most = None
             try:
-                most = trained * 2**interrupted / 8
-                run.wait(draws.uniform(0, most) if interrupted < 4 else 300)
+                run.wait(most and draws.uniform(0, most))
             except subprocess.TimeoutExpired:
                 run.send_signal(number)
                 interrupted += 1
@@ -92,8 +99,28 @@ def test_interrupted_equals_uninterrupted(
         assert out.exists() or run.returncode in (130, -number), error
         arguments = command(out, "--resume")
     assert interrupted
-    assert not work_folder(out).exists()
+    assert not work.exists()
     assert content(out) == content(whole)
+
+
+def _await(run: subprocess.Popen[bytes], happens: Callable[[], bool]) -> None:
+    """Or the end of the run."""
+    patience = time.monotonic() + 300
+    while not happens() and run.poll() is None:
+        assert time.monotonic() < patience
+        time.sleep(0.02)
+
+
+def _is_saved(work: Path, before: int | None) -> bool:
+    return _saved(work) != before
+
+
+def _saved(work: Path) -> int | None:
+    """When the training was last saved."""
+    try:
+        return (work / "training.pt").stat().st_mtime_ns
+    except FileNotFoundError:
+        return None
 
 
 def test_another_seed_is_another_draft(whole: Path, tmp_path: Path) -> None:
