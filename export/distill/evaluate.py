@@ -34,6 +34,8 @@ CHATS = "chat answers"
 
 _NUM_TEXTS = 16
 _AT_ONCE = 4
+_ROWS = 128
+"""Of logits [rows, V] at once: what fits a cache is not written to memory and read again."""
 _PREFIXES = (0.4, 0.65, 0.9)
 """Where in a text chains begin, as shares of its length."""
 _LEAST_LENGTH = 3
@@ -132,25 +134,25 @@ class _Pair:
             capacity = part.shape[1] + MAX_DEPTH
             cache = Cache.empty(self.target.checkpoint.config, len(part), capacity)
             hidden = self.target.model.extend(part, cache)
-            rows.append(self._compare(part, hidden, noise))
+            both = torch.stack((hidden, self.draft(part))).flatten(1, 2)  # [2, rows, D]
+            rows += [self._compare(some[0], some[1], noise) for some in both.split(_ROWS, 1)]
             depths += self._depths(part, hidden, cache)
-        overlap, top1, coupled, coverage = torch.stack(rows).mean(0).tolist()
+        overlap, top1, coupled, coverage = torch.cat(rows).mean(0).tolist()
         depth = torch.cat(depths)
         reached = [float((depth >= d).float().mean()) for d in range(1, MAX_DEPTH + 1)]
         return Figures(name, ids.size, overlap, top1, coupled, coverage, tuple(reached))
 
-    def _compare(self, ids: Tensor, hidden: Tensor, noise: torch.Generator) -> Tensor:
-        """Means of overlap, same first choice, same draw, coverage."""
-        log_p = torch.log_softmax(hidden.flatten(0, 1) @ self.target.head.T, -1)
-        log_q = torch.log_softmax(self.draft(ids).flatten(0, 1) @ self.head.rows.T, -1)
+    def _compare(self, target: Tensor, draft: Tensor, noise: torch.Generator) -> Tensor:
+        """Of hidden states [rows, D], [rows, 4]: overlap, same first choice, same draw, coverage."""
+        log_p = torch.log_softmax(target @ self.target.head.T, -1)  # [rows, V]
+        log_q = torch.log_softmax(draft @ self.head.rows.T, -1)  # [rows, K]
         seen_p = log_p[:, self.head.ids]  # [rows, K]
         overlap = torch.minimum(seen_p.exp(), log_q.exp()).sum(-1)
         top1 = log_p.argmax(-1) == self.head.ids[log_q.argmax(-1)]
         gumbel = -torch.empty_like(log_p).exponential_(generator=noise).log()
         ours = self.head.ids[(log_q / TEMPERATURE + gumbel[:, self.head.ids]).argmax(-1)]
         coupled = (log_p / TEMPERATURE + gumbel).argmax(-1) == ours
-        rows = (overlap, top1.float(), coupled.float(), seen_p.exp().sum(-1))
-        return torch.stack([row.mean() for row in rows])
+        return torch.stack((overlap, top1.float(), coupled.float(), seen_p.exp().sum(-1)), -1)
 
     def _depths(self, ids: Tensor, hidden: Tensor, cache: Cache) -> list[Tensor]:
         """[B] for each prefix, how many tokens of a greedy chain behind it the target accepts.
