@@ -37,6 +37,12 @@ MAX_FAILURES = 3
 
 _CONFIDENCE_STEPS = (0.3, 0.6, 0.8, 0.95)
 
+_SUREST = 0.9
+"""Whatever a step costs, it is worth the token behind one that is so sure."""
+
+_SHORT = 64
+"""Tokens of a text that a draft reads where the target has to wait for it."""
+
 _LEAST_REACH = 0.03
 """Outcomes less likely are not worth a row, even of a draft that would idle."""
 
@@ -63,10 +69,11 @@ Outcome = tuple[int, Guess, float]
 class Pays(NamedTuple):
     """The least probability to become text at which something pays."""
 
-    row: float
-    """Of a token, for its row in the target's pass."""
+    rows: tuple[float, ...]
+    """Of the first, second, … token, for its row in the target's pass: 0 where that is computed in
+    any case, as padding."""
     step: float
-    """Of a token, for a step of the draft that says what comes after it."""
+    """Of a token, for a step of the draft that says what comes after it, beside that one's row."""
 
 
 class Place:
@@ -121,10 +128,7 @@ class Drafter:
         self._failures_in_a_row = 0
         self._acceptance, self._is_boundary = acceptance, is_boundary
         self.trace = trace
-        opened = [c.opened for c in candidates if c.opened is not None]
-        self.window = max(o.model.layout.window for o in opened)
-        """Tokens of a text that any of them has use for."""
-        self.head = opened[0].model.head
+        self.head = self.candidates.opened.model.head
         self._use(self.candidates.opened)
         self._queue: queue.SimpleQueue[Ask | Candidate | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="headrace-draft", daemon=True)
@@ -138,6 +142,10 @@ class Drafter:
     def _use(self, opened: Opened) -> None:
         """It drafts from now on, and knows no text."""
         self.model, costs = opened.model, opened.costs
+        self.shares_cores = opened.shares_cores
+        window = self.model.layout.window
+        self.window = min(window, _SHORT) if self.shares_cores else window
+        """Tokens of a text that it is given."""
         modes = modes_of(self._defer, shares_cores=opened.shares_cores)
         self.modes = ModeChoice(modes)
         asked = [mode for mode in modes if mode is not DraftMode.UNASKED]
@@ -317,14 +325,15 @@ class Drafter:
         while len(chain) < ask.want and lane.nodes[node].guesses:
             guesses = lane.nodes[node].guesses
             reach = lane.nodes[node].reach * self._rates(lane, node)[0]
-            if reach < ask.pays.row:
+            if reach < ask.pays.rows[len(chain)]:
                 break
             chain.append(guesses)
             if len(chain) == ask.want:
                 break
             child = lane.child(node, guesses[0].token_id)
             if child is None:
-                if reach < ask.pays.step or not lane.num_free:
+                price = min(_SUREST, ask.pays.step + ask.pays.rows[len(chain)])
+                if reach < price or not lane.num_free:
                     break
                 child = len(lane.nodes)
                 wanted = [(node, guesses[0], reach)]

@@ -29,11 +29,11 @@ class Drafting:
     ) -> None:
         """`tokens` are the last ones of a text of `length` tokens."""
         self._drafter, self._guesser, self._place = drafter, guesser, Place()
-        self._window = drafter.window
-        self._tokens = list(tokens[-self._window :])
+        self._tokens = list(tokens[-drafter.window :])
         self._length = length
         self._new: list[int] = []
-        self._num_behind = len(self._tokens)
+        self.num_behind = len(self._tokens)
+        """Tokens that the draft was not told of."""
         self._last: Ask | None = None
         self._passes_to_pause = 0
         self.waited_s = 0.0
@@ -41,10 +41,10 @@ class Drafting:
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Tokens that have become output."""
-        self._tokens = [*self._tokens, *token_ids][-self._window :]
+        self._tokens = [*self._tokens, *token_ids][-self._drafter.window :]
         self._length += len(token_ids)
         self._new += token_ids
-        self._num_behind += len(token_ids)
+        self.num_behind += len(token_ids)
 
     @property
     def is_possible(self) -> bool:
@@ -56,6 +56,14 @@ class Drafting:
         drafter.notice_hang()
         return drafter.broken is None and (self._last is None or self._last.done.is_set())
 
+    def catching_up_s(self) -> float:
+        """Seconds that the target waits until the draft has read what it does not know of the text;
+        nothing for one that reads beside the target.
+        """
+        drafter = self._drafter
+        num_tokens = min(self.num_behind, drafter.window)
+        return drafter.reading_s(num_tokens) if drafter.shares_cores else 0.0
+
     def ask(self, want: int, pays: Pays, mode: DraftMode) -> list[tuple[Guess, ...]] | None:
         """Guesses for each of the next places, up to `want`; none if it failed or is late.
 
@@ -63,8 +71,8 @@ class Drafting:
         while the request goes on.
         """
         drafter = self._drafter
-        reading_s = drafter.reading_s(self._num_behind)
-        if reading_s > _READ_AHEAD * drafter.step_s:
+        reading_s = drafter.reading_s(min(self.num_behind, drafter.window))
+        if reading_s > _READ_AHEAD * drafter.step_s and not drafter.shares_cores:
             self._submit(0, pays, DraftMode.IN_LINE)
             return None
         patience = _PATIENCE * (want * drafter.step_s + reading_s) + _GRACE_S
@@ -94,7 +102,7 @@ class Drafting:
             pays,
             mode,
         )
-        self._last, self._new, self._num_behind = ask, [], 0
+        self._last, self._new, self.num_behind = ask, [], 0
         self._drafter.submit(ask)
         return ask
 

@@ -184,6 +184,7 @@ class Pace:
         lanes: int = 1,
         rows: Sequence[int] | None = None,
         extra_s: float = 0.0,
+        once_s: float = 0.0,
         fixed: int | None = None,
     ) -> Plan:
         """How many of n tokens to propose.
@@ -194,12 +195,14 @@ class Pace:
             rows: [at least n + 1] rows that the lane computes for 0, 1, … tokens, padding included:
                 proposed tokens in its place cost nothing. None is one more than the tokens.
             extra_s: seconds that each token costs beside its row in the pass.
+            once_s: seconds that it costs to propose anything.
             fixed: how many to propose whatever they cost.
         """
         expected = 1 + np.concatenate([[0.0], np.cumsum(reach)])  # [n + 1]
         lengths = np.arange(len(expected))
         computed = 1 + lengths if rows is None else np.array(rows[: len(lengths)])
-        speeds = expected / (self.costs(lanes)[computed - 1] + extra_s * lengths)
+        extra = extra_s * lengths + once_s * (lengths > 0)
+        speeds = expected / (self.costs(lanes)[computed - 1] + extra)
         best = int(np.argmax(speeds)) if fixed is None else min(fixed, len(reach))
         return Plan(best, float(speeds[best]))
 

@@ -152,6 +152,13 @@ def _part(whole: Proposal, nodes: npt.NDArray[np.intp], reach: F64) -> Proposal:
     )
 
 
-def planned(pace: Pace, reach: F64, room: Room, extra_s: float = 0.0) -> Plan:
+def planned(pace: Pace, reach: F64, room: Room, extra_s: float = 0.0, once_s: float = 0.0) -> Plan:
     """`Pace.plan` of tokens that become text with the probabilities `reach`."""
-    return pace.plan(reach, lanes=room.lanes, rows=room.rows, extra_s=extra_s, fixed=room.fixed)
+    return pace.plan(
+        reach,
+        lanes=room.lanes,
+        rows=room.rows,
+        extra_s=extra_s,
+        once_s=once_s,
+        fixed=room.fixed,
+    )

@@ -44,6 +44,12 @@ _MATCH_STEPS = (3, 4, 8, 16, 32)
 _ALTERNATIVES = 2
 """Continuations that are asked of an index where trees can be verified."""
 
+_FORESEEN = 128
+"""Tokens of an answer that are counted on, as far as it may become so long."""
+
+_OFTEN = 8
+"""Tokens that are read in a pass where the draft is asked before each."""
+
 _RETRY_PASSES = 64
 """Passes after which a draft that did not pay is asked for one token again."""
 
@@ -108,6 +114,7 @@ class Speculator:
         speculate = sampler.params.speculate or shared.speculate
         self._shared, self._pace = shared, shared.pace
         self._fixed = speculate if isinstance(speculate, int) else None
+        self._num_left = text.num_new
         self._limit = self._fixed or MAX_PROPOSED
         self._accept: Accept = sampler.params.accept
         self._exact = text.exactness == "exact"
@@ -137,6 +144,7 @@ class Speculator:
         """Tokens that have become text."""
         self._unread += token_ids
         self._length += len(token_ids)
+        self._num_left -= len(token_ids)
         if self._drafting is not None:
             self._drafting.extend(token_ids)
 
@@ -200,7 +208,8 @@ class Speculator:
         is_possible = drafting.is_possible
         rates = self._pace.acceptance.rates([Origin(SOURCE)] * room.most)
         reach: F64 = np.cumprod(rates, dtype=np.float64)
-        plan = planned(self._pace, reach, room, drafter.wait_s)
+        once_s = self._catching_up_s(drafting)
+        plan = planned(self._pace, reach, room, drafter.wait_s, once_s)
         want = plan.num_tokens if plan.tokens_per_s > tokens_per_s or room.fixed else 0
         modes = drafter.asked_modes if room.fixed else drafter.modes
         mode = modes.mode
@@ -211,16 +220,23 @@ class Speculator:
             want, mode = 1, drafter.asked_modes.mode
         if not want or mode is DraftMode.UNASKED or not is_possible:
             return None
-        costs = self._pace.costs(room.lanes)
-        row_s = float(costs[-1] - costs[0]) / MAX_PROPOSED
-        # A token pays if it comes more surely than others would in the time that it takes.
-        pays = Pays(row_s * tokens_per_s, min(0.9, (drafter.step_s + row_s) * tokens_per_s))
-        if room.fixed or self._accept == "rejection":
-            pays = Pays(0.0, 0.0)
-        chain = drafting.ask(want, pays, mode)
+        chain = drafting.ask(want, self._pays(want, tokens_per_s, room), mode)
         if chain is not None:
             drafter.passes_unasked = 0
         return self._drafted(chain) if chain else None
+
+    def _catching_up_s(self, drafting: Drafting) -> float:
+        """What is to be read now, spread over the passes that it is read for."""
+        passes = 1 + min(max(self._num_left, 0), _FORESEEN) // 2
+        return drafting.catching_up_s() / min(passes, max(1, drafting.num_behind // _OFTEN))
+
+    def _pays(self, want: int, tokens_per_s: float, room: Room) -> Pays:
+        """A token pays if it comes more surely than others would in the time that it takes."""
+        if room.fixed or self._accept == "rejection" or self._shared.drafter is None:
+            return Pays((0.0,) * want, 0.0)
+        rows = np.arange(1, want + 2) if room.rows is None else np.array(room.rows[: want + 1])
+        prices = np.diff(self._pace.costs(room.lanes)[rows - 1]) * tokens_per_s
+        return Pays(tuple(prices.tolist()), self._shared.drafter.step_s * tokens_per_s)
 
     def _drafted(self, chain: Sequence[tuple[Guess, ...]]) -> Proposal:
         """The first guesses as a chain, and where trees can be verified the others beside it."""
