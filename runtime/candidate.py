@@ -27,8 +27,8 @@ class Opened:
 
     model: DraftModel
     costs: PassCosts
-    shares_cores: bool = False
-    """Whether it takes cores from the target where both compute at once."""
+    takes_turns: bool = False
+    """Whether target and draft compute one after the other, on the same cores."""
 
 
 @dataclass(eq=False)

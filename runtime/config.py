@@ -126,12 +126,12 @@ class RuntimeConfig:
         return placed or self.defer == "on" or self.draft_device not in ("auto", "none")
 
     def draft_placement(self) -> tuple[Placement, bool]:
-        """Where the draft computes, as long as it does so on the CPU, and whether it takes cores
-        from the target there.
+        """Where the draft computes, as long as it does so on the CPU, and whether it takes turns
+        with the target there.
         """
         cpus = None if self.draft_cpus is None else cores.parse_cpu_list(self.draft_cpus)
         target = self.target_placement()
-        return cores.beside(target, self.draft_threads, cpus, takes_turns=self.defer != "on")
+        return cores.beside(target, self.draft_threads, cpus, at_once=self.defer == "on")
 
 
 def _check_cpus(model: str, listed: object, threads: int | None) -> None:

@@ -118,12 +118,12 @@ def default_placement(
 
 
 def beside(
-    target: Placement, threads: int | None, cpus: Cpus | None, *, takes_turns: bool
+    target: Placement, threads: int | None, cpus: Cpus | None, *, at_once: bool
 ) -> tuple[Placement, bool]:
-    """Where a draft computes on this machine, and whether it takes cores from `target` there.
+    """Where a draft computes on this machine, and whether it takes turns with `target` there.
 
     With neither `threads` nor `cpus` set it is one thread of its own, if the target leaves a core to
-    it or both shall compute at once all the same; else it `takes_turns` with the target, on as many
+    it or both shall compute `at_once` all the same; else it takes turns with the target, on as many
     threads.
     """
     try:
@@ -131,10 +131,10 @@ def beside(
     except OSError:
         cpuinfo = ""
     draft = Placement(cpus, threads or 1)
-    shares = shares_cores(target, draft, cpuinfo, allowed())
-    if shares and takes_turns and threads is None and cpus is None:
+    takes_turns = not at_once and shares_cores(target, draft, cpuinfo, allowed())
+    if takes_turns and threads is None and cpus is None:
         draft = target
-    return draft, shares
+    return draft, takes_turns
 
 
 def shares_cores(one: Placement, other: Placement, cpuinfo: str, allowed: Cpus) -> bool:

@@ -19,12 +19,12 @@ class DraftMode(StrEnum):
     threads wait for."""
 
 
-def modes_of(defer: str, *, shares_cores: bool) -> tuple[DraftMode, ...]:
-    """To choose from: `defer` is `auto`, `on` or `off`; `shares_cores` where draft and target
-    cannot compute at once but by taking turns on a core, which all of a pass's threads wait for.
+def modes_of(defer: str, *, takes_turns: bool) -> tuple[DraftMode, ...]:
+    """To choose from: `defer` is `auto`, `on` or `off`; `takes_turns` where nothing is left to the
+    draft while the target computes.
     """
     if defer == "auto":
-        asked = [DraftMode.IN_LINE] if shares_cores else [DraftMode.DEFERRED, DraftMode.IN_LINE]
+        asked = [DraftMode.IN_LINE] if takes_turns else [DraftMode.DEFERRED, DraftMode.IN_LINE]
     else:
         asked = [DraftMode.DEFERRED if defer == "on" else DraftMode.IN_LINE]
     return (*asked, DraftMode.UNASKED)

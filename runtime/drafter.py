@@ -142,11 +142,11 @@ class Drafter:
     def _use(self, opened: Opened) -> None:
         """It drafts from now on, and knows no text."""
         self.model, costs = opened.model, opened.costs
-        self.shares_cores = opened.shares_cores
+        self.takes_turns = opened.takes_turns
         window = self.model.layout.window
-        self.window = min(window, _SHORT) if self.shares_cores else window
+        self.window = min(window, _SHORT) if self.takes_turns else window
         """Tokens of a text that it is given."""
-        modes = modes_of(self._defer, shares_cores=opened.shares_cores)
+        modes = modes_of(self._defer, takes_turns=opened.takes_turns)
         self.modes = ModeChoice(modes)
         asked = [mode for mode in modes if mode is not DraftMode.UNASKED]
         self.asked_modes = ModeChoice(asked)

@@ -62,7 +62,7 @@ class Drafting:
         """
         drafter = self._drafter
         num_tokens = min(self.num_behind, drafter.window)
-        return drafter.reading_s(num_tokens) if drafter.shares_cores else 0.0
+        return drafter.reading_s(num_tokens) if drafter.takes_turns else 0.0
 
     def ask(self, want: int, pays: Pays, mode: DraftMode) -> list[tuple[Guess, ...]] | None:
         """Guesses for each of the next places, up to `want`; none if it failed or is late.
@@ -72,7 +72,7 @@ class Drafting:
         """
         drafter = self._drafter
         reading_s = drafter.reading_s(min(self.num_behind, drafter.window))
-        if reading_s > _READ_AHEAD * drafter.step_s and not drafter.shares_cores:
+        if reading_s > _READ_AHEAD * drafter.step_s and not drafter.takes_turns:
             self._submit(0, pays, DraftMode.IN_LINE)
             return None
         patience = _PATIENCE * (want * drafter.step_s + reading_s) + _GRACE_S

@@ -115,8 +115,8 @@ class LLM(Closing):
         verify(self.bundle, cache, say)
         self.tokenizer = load_tokenizer(self.bundle)
         self.prepared = prepare_target(self.bundle, cache, self.placement.threads, say)
-        shares_cores = loader.has_draft and self.config.draft_placement()[1]
-        session = load_session(self.prepared.model, self.placement, shares_cores=shares_cores)
+        takes_turns = loader.has_draft and self.config.draft_placement()[1]
+        session = load_session(self.prepared.model, self.placement, takes_turns=takes_turns)
         self._locked = prepare.mlock(self.prepared) if self.config.mlock else None
         self.backend = OrtBackend(
             session,
@@ -132,7 +132,7 @@ class LLM(Closing):
         speculation = None
         if self.config.speculate != "off":
             costs = loader.costs(
-                self.backend, self.prepared.folder, self.placement, shares_cores=shares_cores
+                self.backend, self.prepared.folder, self.placement, takes_turns=takes_turns
             )
             speculation = loader.speculation(costs, self.tokenizer, corpus, trace)
             # The draft's thread must have ended before the interpreter does.

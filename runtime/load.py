@@ -78,10 +78,10 @@ def _prepare(
 
 
 def load_session(
-    model: Path, placement: Placement, *, shares_cores: bool = False
+    model: Path, placement: Placement, *, takes_turns: bool = False
 ) -> ort.InferenceSession:
-    """`shares_cores`: with another session, in turns. Raises BundleError."""
-    options = prepare.session_options(placement, shares_cores=shares_cores, prepared=True)
+    """`takes_turns`: with another session, in turns. Raises BundleError."""
+    options = prepare.session_options(placement, takes_turns=takes_turns, prepared=True)
     try:
         return ort.InferenceSession(str(model), options, providers=list(prepare.PROVIDERS))
     except Exception as error:
@@ -98,10 +98,10 @@ class Loader:
     say: Say
 
     def costs(
-        self, backend: LaneBackend, folder: Path, placement: Placement, *, shares_cores: bool
+        self, backend: LaneBackend, folder: Path, placement: Placement, *, takes_turns: bool
     ) -> PassCosts:
         """Measured once for a prepared model, and remembered beside it."""
-        past, turns = measured_past(backend.facts), "-turns" if shares_cores else ""
+        past, turns = measured_past(backend.facts), "-turns" if takes_turns else ""
         return costs_of(backend, folder / f"costs-{placement}-{past}{turns}.json", self.say)
 
     @property
@@ -165,10 +165,10 @@ class Loader:
     def _on_cpu(self) -> Opened:
         record = self.bundle.draft
         assert record is not None
-        placement, shares_cores = self.config.draft_placement()
+        placement, takes_turns = self.config.draft_placement()
         prepared = prepare_draft(self.bundle, self.cache, placement.threads, self.say)
         backend = OrtBackend(
-            load_session(prepared.model, placement, shares_cores=shares_cores),
+            load_session(prepared.model, placement, takes_turns=takes_turns),
             record.config,
             kv=record.kv,
             lanes=self.config.lanes,
@@ -177,5 +177,5 @@ class Loader:
         )
         layout, vocab_map = draft_layout(record.config), load_vocab_map(self.bundle)
         model = DraftModel(backend, record.config, record.kv, vocab_map, layout)
-        costs = self.costs(backend, prepared.folder, placement, shares_cores=shares_cores)
-        return Opened(model, costs, shares_cores)
+        costs = self.costs(backend, prepared.folder, placement, takes_turns=takes_turns)
+        return Opened(model, costs, takes_turns)

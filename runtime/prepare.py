@@ -77,7 +77,7 @@ def session_options(
     placement: Placement = ANYWHERE,
     *,
     allow_spinning: bool = True,
-    shares_cores: bool = False,
+    takes_turns: bool = False,
     prepared: bool = False,
 ) -> ort.SessionOptions:
     """Options for every session over a target graph, so that all optimise alike.
@@ -100,7 +100,7 @@ def session_options(
         options.add_session_config_entry("session.intra_op_thread_affinities", affinities)
     if not allow_spinning:  # naming the default makes ONNX Runtime print a warning
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    if shares_cores:
+    if takes_turns:
         # Threads that wait for the next pass would do so on a core that the other session needs.
         options.add_session_config_entry("session.force_spinning_stop", "1")
     return options

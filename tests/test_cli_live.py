@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import io
 import os
 import signal
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -148,6 +150,11 @@ def _wait_for_reader(fifo: Path) -> int:
             time.sleep(0.02)
 
 
+def _unread(fd: int) -> int:
+    """Bytes in a pipe."""
+    return int.from_bytes(fcntl.ioctl(fd, termios.FIONREAD, bytes(4)), sys.byteorder)
+
+
 @pytest.mark.parametrize(
     ("number", "code"),
     [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)],
@@ -161,10 +168,13 @@ def test_an_export_that_is_interrupted(
     arguments = ("export", TINY / "llama", "-o", out, "--quant", "int4", "--calibrate", blocked)
     with started(*arguments) as child:
         fd = _wait_for_reader(blocked)
+        os.write(fd, b"x")
+        while _unread(fd):  # then it has not just opened the file, but reads
+            time.sleep(0.01)
         assert [path.suffix for path in out.parent.iterdir()] == [".partial"]
         child.send_signal(number)
         child.send_signal(number)
-        # the signal may come just before the read, which would then not end by itself
+        # the signal may come just before the next read, which would then not end by itself
         os.close(fd)
         result = finish(child)
     assert result.code == code

@@ -191,9 +191,9 @@ def test_a_draft_gets_cores_of_its_own_or_takes_turns(
     (tmp_path / "cpuinfo").write_text(cpuinfo)
     monkeypatch.setattr(cores, "CPUINFO", tmp_path / "cpuinfo")
     monkeypatch.setattr(cores, "allowed", lambda: EIGHT)
-    assert cores.beside(target, threads, cpus, takes_turns=True) == (placement, shares)
-    at_once, shares_then = cores.beside(target, threads, cpus, takes_turns=False)
-    assert at_once == Placement(cpus, threads or 1) and shares_then == shares
+    assert cores.beside(target, threads, cpus, at_once=False) == (placement, shares)
+    at_once = cores.beside(target, threads, cpus, at_once=True)
+    assert at_once == (Placement(cpus, threads or 1), False)
 
 
 @pytest.mark.parametrize("model", ["target", "draft"])

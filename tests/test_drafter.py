@@ -280,7 +280,7 @@ def test_deferral_computes_ahead(twin_bundle: Path, shared_cache: Path) -> None:
     assert len(overlapping) > len(drafts) / 3, "draft passes within passes of the target"
 
 
-ALL_MODES = modes_of("auto", shares_cores=False)
+ALL_MODES = modes_of("auto", takes_turns=False)
 
 
 @pytest.mark.parametrize("fastest", ALL_MODES)
@@ -324,10 +324,10 @@ def test_a_text_of_another_kind_changes_no_mode() -> None:
 
 def test_what_defer_allows() -> None:
     deferred, in_line, unasked = ALL_MODES
-    assert modes_of("auto", shares_cores=True) == (in_line, unasked)
-    for shares_cores in (False, True):
-        assert modes_of("on", shares_cores=shares_cores) == (deferred, unasked)
-        assert modes_of("off", shares_cores=shares_cores) == (in_line, unasked)
+    assert modes_of("auto", takes_turns=True) == (in_line, unasked)
+    for takes_turns in (False, True):
+        assert modes_of("on", takes_turns=takes_turns) == (deferred, unasked)
+        assert modes_of("off", takes_turns=takes_turns) == (in_line, unasked)
 
 
 def test_what_the_others_give_is_told() -> None:

@@ -401,7 +401,7 @@ def test_asked_for_by_name_it_must_be_there(
 def test_a_load_that_fails_later_gives_the_npu_back(
     opened: Callable[..., Run], double: Double, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(path: Path, placement: object) -> None:
+    def fail(path: Path, placement: object, *, takes_turns: bool) -> None:
         raise BundleError(f"{path}: of no use")
 
     monkeypatch.setattr(load, "load_session", fail)  # of the draft's: the target's is loaded
