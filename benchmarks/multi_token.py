@@ -119,15 +119,8 @@ def continuations(target: Target, held_out: list[Labelled], anchors: Tensor) -> 
     ids = torch.from_numpy(np.concatenate([texts.ids for texts in held_out])).long()
     cache = Cache.empty(target.checkpoint.config, len(ids), LENGTH + AHEAD)
     hidden = target.model.extend(ids, cache)
-    found = []
-    # from the last to the first: what goes on overwrites what no earlier one needs
-    for anchor in reversed(anchors.tolist()):
-        cache.length, row, chosen = anchor + 1, hidden[:, anchor : anchor + 1], []
-        for ahead in range(1 + AHEAD):
-            chosen.append((row @ target.head.T).argmax(-1))
-            if ahead < AHEAD:
-                row = target.model.extend(chosen[-1], cache)
-        found.append(torch.cat(chosen, 1))
+    lengths = [1 + anchor for anchor in reversed(anchors.tolist())]
+    found = [target.go_on(length, 1 + AHEAD, hidden, cache) for length in lengths]
     return torch.stack(found[::-1], 1)
 
 

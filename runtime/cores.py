@@ -93,11 +93,15 @@ def require_allowed(cpus: Cpus) -> None:
 
 def default_here(threads: int | None = None) -> Placement:
     """`default_placement` on this machine, for this process."""
+    return default_placement(_read_cpuinfo(), allowed(), read_capacities(SYSFS), threads)
+
+
+def _read_cpuinfo() -> str:
+    """The text of CPUINFO, empty where there is none."""
     try:
-        cpuinfo = CPUINFO.read_text(encoding="utf-8", errors="replace")
+        return CPUINFO.read_text(encoding="utf-8", errors="replace")
     except OSError:
-        cpuinfo = ""
-    return default_placement(cpuinfo, allowed(), read_capacities(SYSFS), threads)
+        return ""
 
 
 def default_placement(
@@ -126,12 +130,8 @@ def beside(
     it or both shall compute `at_once` all the same; else it takes turns with the target, on as many
     threads.
     """
-    try:
-        cpuinfo = CPUINFO.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        cpuinfo = ""
     draft = Placement(cpus, threads or 1)
-    takes_turns = not at_once and shares_cores(target, draft, cpuinfo, allowed())
+    takes_turns = not at_once and shares_cores(target, draft, _read_cpuinfo(), allowed())
     if takes_turns and threads is None and cpus is None:
         draft = target
     return draft, takes_turns

@@ -220,7 +220,7 @@ class Speculator:
             want, mode = 1, drafter.asked_modes.mode
         if not want or mode is DraftMode.UNASKED or not is_possible:
             return None
-        chain = drafting.ask(want, self._pays(want, tokens_per_s, room), mode)
+        chain = drafting.ask(want, self._pays(want, drafter.step_s, tokens_per_s, room), mode)
         if chain is not None:
             drafter.passes_unasked = 0
         return self._drafted(chain) if chain else None
@@ -230,13 +230,13 @@ class Speculator:
         passes = 1 + min(max(self._num_left, 0), _FORESEEN) // 2
         return drafting.catching_up_s() / min(passes, max(1, drafting.num_behind // _OFTEN))
 
-    def _pays(self, want: int, tokens_per_s: float, room: Room) -> Pays:
+    def _pays(self, want: int, step_s: float, tokens_per_s: float, room: Room) -> Pays:
         """A token pays if it comes more surely than others would in the time that it takes."""
-        if room.fixed or self._accept == "rejection" or self._shared.drafter is None:
+        if room.fixed or self._accept == "rejection":
             return Pays((0.0,) * want, 0.0)
         rows = np.arange(1, want + 2) if room.rows is None else np.array(room.rows[: want + 1])
         prices = np.diff(self._pace.costs(room.lanes)[rows - 1]) * tokens_per_s
-        return Pays(tuple(prices.tolist()), self._shared.drafter.step_s * tokens_per_s)
+        return Pays(tuple(prices.tolist()), step_s * tokens_per_s)
 
     def _drafted(self, chain: Sequence[tuple[Guess, ...]]) -> Proposal:
         """The first guesses as a chain, and where trees can be verified the others beside it."""

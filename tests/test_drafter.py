@@ -351,7 +351,10 @@ def test_one_outlier_is_soon_forgotten() -> None:
 
 @pytest.mark.parametrize("speculate", [4, "auto"])
 def test_a_fixed_number_asks_a_draft_that_does_not_pay(
-    speculate: int | Literal["auto"], twin_bundle: Path, shared_cache: Path
+    speculate: int | Literal["auto"],
+    twin_bundle: Path,
+    shared_cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It is asked again now and then; a number asks it before each pass."""
     with LLM(twin_bundle, cache=shared_cache, speculate=speculate) as llm:
@@ -362,7 +365,7 @@ def test_a_fixed_number_asks_a_draft_that_does_not_pay(
             time.sleep(0.002)
             return forward(rows)
 
-        draft.forward = slow  # type: ignore[method-assign]
+        monkeypatch.setattr(draft, "forward", slow)
         params = replace(PARAMS, max_tokens=400, sources="draft")
         answer = llm.generate(PROMPT, params)
         counts = answer.speculation

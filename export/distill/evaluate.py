@@ -158,20 +158,13 @@ class _Pair:
         """[B] for each prefix, how many tokens of a greedy chain behind it the target accepts.
 
         A chain is accepted as long as it is what the target goes on with, so it is enough to let
-        the target go on, and to ask the draft along that. From the longest prefix to the shortest:
-        what goes on overwrites what no later one needs.
+        the target go on, and to ask the draft along that.
         """
         found = []
         for share in sorted(_PREFIXES, reverse=True):
-            cache.length = int(share * ids.shape[1])
-            row, chosen = hidden[:, cache.length - 1 : cache.length], []
-            prefix = ids[:, : cache.length]
-            for depth in range(MAX_DEPTH):
-                chosen.append((row @ self.target.head.T).argmax(-1))  # [B, 1]
-                if depth + 1 < MAX_DEPTH:
-                    row = self.target.model.extend(chosen[-1], cache)
-            wanted = torch.cat(chosen, 1)  # [B, MAX_DEPTH]
-            rows = self.draft(torch.cat([prefix, wanted[:, :-1]], 1))[:, -MAX_DEPTH:]
+            length = int(share * ids.shape[1])
+            wanted = self.target.go_on(length, MAX_DEPTH, hidden, cache)
+            rows = self.draft(torch.cat([ids[:, :length], wanted[:, :-1]], 1))[:, -MAX_DEPTH:]
             proposed = self.head.ids[(rows @ self.head.rows.T).argmax(-1)]
             found.append((proposed == wanted).long().cumprod(1).sum(1))
         return found

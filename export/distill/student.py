@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from headrace.errors import UsageError
 from headrace.export.calibrate import FloatWeights
 from headrace.export.checkpoint import Checkpoint
-from headrace.export.distill.decoder import Decoder
+from headrace.export.distill.decoder import Cache, Decoder
 from headrace.export.distill.labels import Labelled
 from headrace.export.quantize import F32
 from headrace.export.reduced import ReducedCheckpoint
@@ -45,6 +45,20 @@ class Target:
         model = Decoder(checkpoint.config, weights, embedding)
         model.requires_grad_(False)
         return cls(checkpoint, model, embedding, head)
+
+    @torch.no_grad()
+    def go_on(self, length: int, count: int, hidden: Tensor, cache: Cache) -> Tensor:
+        """[B, count] tokens that it goes on with greedily, behind the first `length` of each text.
+
+        `hidden` [B, T, D] and `cache` are what a pass over the whole texts has left. Slots of the
+        cache behind `length` are written over, so ask for longer beginnings first.
+        """
+        cache.length, row, chosen = length, hidden[:, length - 1 : length], list[Tensor]()
+        for number in range(count):
+            chosen.append((row @ self.head.T).argmax(-1))  # [B, 1]
+            if number + 1 < count:
+                row = self.model.extend(chosen[-1], cache)
+        return torch.cat(chosen, 1)
 
     def student(self, layers: tuple[int, ...]) -> Decoder:
         """A smaller decoder that begins as these layers of the target's."""
