@@ -10,6 +10,7 @@ Weights are F16. A matrix may be I8 instead, codes [N, K] from -127 to 127, with
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -188,6 +189,13 @@ class DistilledDraft:
         """[K], ascending; None is all."""
         ids = self.note.head_ids
         return None if ids is None else np.array(ids, np.int64)
+
+    def sha256(self) -> str:
+        """Of its weights and its note."""
+        digest = hashlib.sha256()
+        for name in (WEIGHTS, NOTE):
+            digest.update((self.folder / name).read_bytes())
+        return digest.hexdigest()
 
     def names(self) -> set[str]:
         return set(weights(self.config))

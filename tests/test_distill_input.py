@@ -22,6 +22,7 @@ PLAN = Plan(
     target={"name": "llama"},
     corpus={},
     layers=1,
+    parent=None,
     vocab_keep=None,
     length=128,
     num_texts=8,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headrace.export.distill.corpus import apart
 from headrace.export.distill.options import Plan
@@ -25,9 +25,10 @@ def write_card(folder: Path, target: str, plan: Plan, done: Distilled) -> None:
         "made by": f"`{_command(target, plan)}`, torch {plan.torch}",
         "target": f"{target} (embedding {plan.target['embedding_sha256'][:12]})",
         "begun as its layers": ", ".join(map(str, done.layers)),
+        **({} if done.parent is None else {"goes on from": _parent(done.parent)}),
         "head": "whole"
-        if plan.vocab_keep is None
-        else f"{plan.vocab_keep:,} tokens, "
+        if done.head_size is None
+        else f"{done.head_size:,} tokens, "
         f"{done.coverage:.1%} of what the target expects in the texts",
         "texts": f"{plan.num_texts:,} of {plan.length} tokens, read or written by the target; "
         f"corpus: {corpus}",
@@ -55,10 +56,19 @@ def write_card(folder: Path, target: str, plan: Plan, done: Distilled) -> None:
     (folder / CARD).write_text("\n".join(lines), encoding="utf-8", errors="replace")
 
 
+def _parent(parent: dict[str, Any]) -> str:
+    """And so on, to the first."""
+    tokens, before = parent.get("trained_tokens"), parent.get("parent")
+    learned = f", which had learned from {tokens:,} tokens" if isinstance(tokens, int) else ""
+    further = f", and went on from {_parent(before)}" if isinstance(before, dict) else ""
+    return f"{parent['name']} ({parent['sha256'][:12]}){learned}{further}"
+
+
 def _command(target: str, plan: Plan) -> str:
     """That gives the same weights again."""
     options = {
-        "--layers": plan.layers,
+        "--layers": plan.layers if plan.parent is None else None,
+        "--from": None if plan.parent is None else Path(plan.parent["path"]).name,
         "--vocab-keep": plan.vocab_keep,
         "--tokens": plan.steps * BATCH * plan.length,
         "--seed": plan.seed,

@@ -6,7 +6,7 @@ weights by Hugging Face name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,24 +57,35 @@ class Decoder(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """[B, T] token ids to what the head reads, [B, T, D]: causal, positions from 0."""
-        return self._run(ids, torch.arange(ids.shape[1]), None)
+        return self._last(self.states(ids))
+
+    def states(self, ids: Tensor) -> Iterator[Tensor]:
+        """As `forward`, step by step: what each layer reads, and at last the head, [B, T, D]."""
+        return self._states(ids, torch.arange(ids.shape[1]), None)
 
     def extend(self, ids: Tensor, cache: Cache) -> Tensor:
         """Appends tokens [B, T] to the texts of a cache: many to an empty one, then one at a time."""
         assert ids.shape[1] == 1 or not cache.length
-        hidden = self._run(ids, torch.arange(cache.length, cache.length + ids.shape[1]), cache)
+        positions = torch.arange(cache.length, cache.length + ids.shape[1])
+        hidden = self._last(self._states(ids, positions, cache))
         cache.length += ids.shape[1]
         return hidden
 
-    def _run(self, ids: Tensor, positions: Tensor, cache: Cache | None) -> Tensor:
+    @staticmethod
+    def _last(states: Iterator[Tensor]) -> Tensor:
+        for state in states:
+            last = state
+        return last
+
+    def _states(self, ids: Tensor, positions: Tensor, cache: Cache | None) -> Iterator[Tensor]:
         x = F.embedding(ids, self.embedding) * self.config.embed_scale  # [B, T, D]
         full, local = (
             Places.of(self.config, positions, cache, is_local) for is_local in (False, True)
         )
         for number, layer in enumerate(self.layers):
+            yield x
             x = layer(x, local if layer.is_local else full, number)
-        out: Tensor = self.norm(x)
-        return out
+        yield self.norm(x)
 
     def by_name(self) -> dict[str, nn.Parameter]:
         """Everything that is trained, by Hugging Face name."""
@@ -149,16 +160,23 @@ class _Attention(nn.Module):
             self.k_norm = _Norm(config, weights, f"{name}.k_norm")
 
     def forward(self, x: Tensor, places: Places, layer: int) -> Tensor:
-        c = self.config
-        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        q, k, v = (y.unflatten(-1, (-1, c.head_dim)).transpose(1, 2) for y in (q, k, v))
-        if c.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = places.rotate(q), places.rotate(k)  # [B, heads, T, head_dim]
+        q, k = self.queries_and_keys(x, places)
+        v = self._heads(self.v_proj(x))
         if places.cache is not None:
             k, v = places.cache.extend(layer, k, v)
-        out: Tensor = self.o_proj(_attend(q, k, v, places.visible, c.attention_scale))
+        mixed = _attend(q, k, v, places.visible, self.config.attention_scale)
+        out: Tensor = self.o_proj(mixed)
         return out
+
+    def queries_and_keys(self, x: Tensor, places: Places) -> tuple[Tensor, Tensor]:
+        """[B, heads, T, head_dim] and [B, kv_heads, T, head_dim], turned to their positions."""
+        q, k = self._heads(self.q_proj(x)), self._heads(self.k_proj(x))
+        if self.config.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return places.rotate(q), places.rotate(k)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float) -> Tensor:

@@ -27,8 +27,10 @@ class DistillOptions:
     corpus: tuple[Path, ...] = ()
     """Texts like those in service; none are generated plant logs."""
     layers: int | None = None
+    parent: Path | None = None
+    """A draft of the same target to go on from, instead of the target's layers."""
     vocab_keep: int | None = None
-    """Rows of the student's head; None is all."""
+    """Rows of the student's head; None is all, or the parent's."""
     tokens: int | None = None
     """That the student reads."""
     minutes: float | None = None
@@ -49,6 +51,8 @@ class DistillOptions:
         """Raises UsageError for what no target allows."""
         if self.tokens is not None and self.minutes is not None:
             raise UsageError("tokens and time: each says how much to train; give one of them")
+        if self.layers is not None and self.parent is not None:
+            raise UsageError("layers and from: a draft to go on from has its layers; leave one out")
         if self.layers is not None and self.layers < 1:
             raise UsageError(f"layers: got {self.layers}, at least 1 is needed")
         for name, value, least, most in (
@@ -74,6 +78,8 @@ class Plan:
     corpus: dict[str, str]
     """SHA-256 by path."""
     layers: int
+    parent: dict[str, str] | None
+    """Path and SHA-256 of the draft to go on from."""
     vocab_keep: int | None
     length: int
     """Tokens a text."""
@@ -127,6 +133,12 @@ class Plan:
         if options.tokens is not None or options.minutes is not None:
             raise UsageError(
                 "resume: how long to train is settled already; leave out tokens and time"
+            )
+        parent = None if options.parent is None else str(options.parent.resolve())
+        if parent is not None and parent != (self.parent or {}).get("path"):
+            raise UsageError(
+                f"resume: the interrupted run goes on from {(self.parent or {}).get('path', 'no draft')}"
+                f", got {parent}; leave it out, or remove the interrupted run"
             )
         if options.corpus and [str(path) for path in options.files()] != list(self.corpus):
             raise UsageError(

@@ -11,16 +11,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 import headrace
 from headrace.errors import SourceError, UnsupportedModelError, UsageError
+from headrace.export.calibrate import FloatWeights
 from headrace.export.checkpoint import open_checkpoint
 from headrace.export.distill.card import write_card
+from headrace.export.distill.copying import MAX_STEPS, MAX_TEXTS, CopyHeads, teach
 from headrace.export.distill.corpus import CorpusFile, apart
+from headrace.export.distill.decoder import Decoder
 from headrace.export.distill.labels import Shelf, label
 from headrace.export.distill.options import (
     DEFAULT_LAYERS,
@@ -47,7 +50,7 @@ from headrace.export.distill.texts import (
     UserCorpus,
 )
 from headrace.export.distill.training import BATCH, Progress, Trainer
-from headrace.export.distilled import DraftWeights, config_json, write_draft
+from headrace.export.distilled import DistilledDraft, DraftWeights, config_json, write_draft
 from headrace.export.distilled_note import identity
 from headrace.export.report import Reporter
 from headrace.export.text import Text
@@ -62,6 +65,8 @@ _LEAST_POSITIONS = 8
 _HELD_OUT = 32
 """One of so many texts is not learned from."""
 _LEAST_HELD_OUT, _MOST_HELD_OUT = 2, 24
+_COPY_STEPS_SHARE = 4
+"""At most so many steps of teaching to copy for one of training: each is a small part of one."""
 _COUNTS = 1e4
 """Expected counts of tokens are fractions; this makes whole numbers of them."""
 
@@ -72,8 +77,12 @@ class Distilled:
 
     layers: tuple[int, ...]
     log: list[Progress]
+    head_size: int | None
+    """Tokens of its head; None is all."""
     coverage: float
     """Share of what the target expects in the texts that the head can propose."""
+    parent: dict[str, Any] | None
+    """The draft it goes on from: name, SHA-256, and its own figures without the log."""
     peak_bytes: int
 
 
@@ -129,6 +138,10 @@ class _Run:
         self.files = [CorpusFile.check(path) for path in options.files()]
         self.target = Target.load(checkpoint)
         self.identity = identity(checkpoint, self.text)
+        self.parent = None if options.parent is None else self.opened(options.parent)
+
+    def opened(self, draft: Path) -> DistilledDraft:
+        return DistilledDraft.open(draft, self.target.checkpoint, self.text)
 
     def run(self) -> Distilled:
         plan = self.resumed() if self.options.resume else self.begun()
@@ -150,20 +163,72 @@ class _Run:
         batches = [Batch.of(shelf.take([number])) for number in held_out]
         kept = self.kept(plan, shelf, learned)
         head = Head.of(self.target.head, None if kept is None else kept.ids)
-        layers = begun_with(self.target.checkpoint.config.num_layers, plan.layers)
+        student = self.student(plan)
+        copying = CopyHeads.of(student.config)
         trainer = Trainer(
-            self.target.student(layers),
-            head,
-            shelf,
-            learned,
-            batches,
-            steps=plan.steps,
-            seed=plan.seed,
+            student, head, shelf, learned, batches, copying, steps=plan.steps, seed=plan.seed
         )
-        self.train(trainer, plan)
-        done = Distilled(layers, trainer.log, 1.0 if kept is None else kept.coverage, _peak_bytes())
+        path = self.work / "training.pt"
+        if path.is_file():
+            try:
+                trainer.resume(path)
+            except Exception as error:  # what a damaged file makes of torch's reader is open
+                raise SourceError(f"{path}: damaged ({error}); remove it to train anew") from error
+        elif copying is not None and not self.copies():
+            self.teach_copying(copying, trainer, plan, shelf, learned)
+            trainer.save(path)
+        self.report.stage("training", plan.steps)
+        for _ in range(trainer.step):
+            self.report.advance()
+        trainer.run(path, lambda progress: self.tell(progress, plan), self.report.advance)
+        done = Distilled(
+            self.layers(plan.layers),
+            trainer.log,
+            None if kept is None else len(kept.ids),
+            1.0 if kept is None else kept.coverage,
+            self.lineage(plan),
+            _peak_bytes(),
+        )
         self.write(trainer, plan, kept, done)
         return done
+
+    def layers(self, count: int) -> tuple[int, ...]:
+        """The target's layers that the student has begun as."""
+        if self.parent is not None:
+            return self.parent.note.layers
+        return begun_with(self.target.checkpoint.config.num_layers, count)
+
+    def student(self, plan: Plan) -> Decoder:
+        if self.parent is None:
+            return self.target.student(self.layers(plan.layers))
+        return Decoder(self.parent.config, FloatWeights(self.parent), self.target.embedding)
+
+    def copies(self) -> bool:
+        """Whether the student has been taught to copy already."""
+        return self.parent is not None and bool(self.parent.note.training.get("copying"))
+
+    def lineage(self, plan: Plan) -> dict[str, Any] | None:
+        if self.parent is None or plan.parent is None:
+            return None
+        figures = {k: v for k, v in self.parent.note.training.items() if k != "log"}
+        return {"name": self.parent.name, "sha256": plan.parent["sha256"], **figures}
+
+    def teach_copying(
+        self, copying: CopyHeads, trainer: Trainer, plan: Plan, shelf: Shelf, learned: list[int]
+    ) -> None:
+        some = np.random.default_rng((plan.seed, 2)).permutation(learned)[:MAX_TEXTS].tolist()
+        steps = min(MAX_STEPS, _COPY_STEPS_SHARE * plan.steps)
+        self.report.stage("teaching it to copy", steps)
+        teach(
+            trainer.student,
+            copying,
+            trainer.head,
+            self.target.head,
+            [Batch.of(shelf.take([number])) for number in some],
+            steps=steps,
+            seed=plan.seed,
+            on_step=self.report.advance,
+        )
 
     def source(self) -> Source:
         return UserCorpus(self.files, self.text) if self.files else BuiltInCorpus(self.text)
@@ -175,6 +240,10 @@ class _Run:
         for file in self.files:
             if file.sha256 != plan.corpus[str(file.path)]:
                 raise UsageError(f"resume: {file.path} has changed since the run began")
+        if plan.parent is not None:
+            self.parent = self.opened(Path(plan.parent["path"]))
+            if self.parent.sha256() != plan.parent["sha256"]:
+                raise UsageError(f"resume: {plan.parent['path']} has changed since the run began")
         return plan
 
     def begun(self) -> Plan:
@@ -185,8 +254,7 @@ class _Run:
                 f"{self.text.name}: its context has {length} positions, to distil from it takes "
                 f"{_LEAST_POSITIONS}"
             )
-        layers = options.layers or min(DEFAULT_LAYERS, config.num_layers)
-        begun = begun_with(config.num_layers, layers)
+        begun = self.layers(options.layers or min(DEFAULT_LAYERS, config.num_layers))
         config_json(self.target.checkpoint, begun)  # what cannot be written is not trained
         if options.vocab_keep is not None:
             most_frequent(self.text, np.zeros(config.vocab_size, np.int64), options.vocab_keep)
@@ -199,7 +267,13 @@ class _Run:
         plan = Plan(
             target=self.identity,
             corpus={str(file.path): file.sha256 for file in self.files},
-            layers=layers,
+            layers=len(begun),
+            parent=None
+            if self.parent is None
+            else {
+                "path": str(self.parent.folder.resolve()),
+                "sha256": self.parent.sha256(),
+            },
             vocab_keep=options.vocab_keep,
             length=length,
             num_texts=num_texts,
@@ -222,7 +296,7 @@ class _Run:
         batch = Batch.of(texts)
         kept = None if self.options.vocab_keep is None else np.arange(self.options.vocab_keep)
         head = Head.of(self.target.head, kept)
-        student = self.target.student(layers)
+        student = self.target.student(layers)  # as large as any other of so many layers
         step_s, _ = _timed(
             lambda: divergence(student(batch.ids).flatten(0, 1), head, batch).backward()
         )
@@ -230,31 +304,25 @@ class _Run:
         return int(seconds / (step_s + text_s / EPOCHS) * ids.size)
 
     def kept(self, plan: Plan, shelf: Shelf, learned: list[int]) -> KeptTokens | None:
-        """The tokens that the target expects most in the texts."""
-        if plan.vocab_keep is None:
+        """The tokens that the target expects most in the texts, or those of the parent."""
+        inherited = None if self.parent is None else self.parent.head_ids
+        if plan.vocab_keep is None and inherited is None:
             return None
         counts = np.zeros(len(self.target.head))
         for number in learned:
             texts = shelf.take([number])
             expected = np.exp(texts.top_log_probs.astype(np.float64))
             np.add.at(counts, texts.top_ids.reshape(-1), expected.reshape(-1))
-        return most_frequent(self.text, (counts * _COUNTS).astype(np.int64), plan.vocab_keep)
-
-    def train(self, trainer: Trainer, plan: Plan) -> None:
-        path = self.work / "training.pt"
-        if path.is_file():
-            try:
-                trainer.resume(path)
-            except Exception as error:  # what a damaged file makes of torch's reader is open
-                raise SourceError(f"{path}: damaged ({error}); remove it to train anew") from error
-        self.report.stage("training", plan.steps)
-        for _ in range(trainer.step):
-            self.report.advance()
-        trainer.run(path, lambda progress: self.tell(progress, plan), self.report.advance)
+        whole = (counts * _COUNTS).astype(np.int64)
+        if plan.vocab_keep is not None:
+            return most_frequent(self.text, whole, plan.vocab_keep)
+        assert inherited is not None
+        return KeptTokens.of(inherited, whole)
 
     def write(self, trainer: Trainer, plan: Plan, kept: KeptTokens | None, done: Distilled) -> None:
         self.report.stage(f"writing {self.out}")
         paths = [Path(path) for path in plan.corpus]
+        copying = CopyHeads.of(trainer.student.config)
         training = {
             "created_by": f"headrace {headrace.__version__}",
             "torch": plan.torch,
@@ -264,6 +332,8 @@ class _Run:
             "trained_tokens": plan.steps * BATCH * plan.length,
             "corpus": dict(zip(apart(paths), plan.corpus.values(), strict=True)),
             "coverage": done.coverage,
+            "copying": copying and asdict(copying),
+            "parent": done.parent,
             "peak_bytes": done.peak_bytes,
             "seed": plan.seed,
             "log": [asdict(line) for line in done.log],

@@ -105,6 +105,11 @@ class Batch:
         log_probs, hidden = (torch.from_numpy(part).float().flatten(0, 1) for part in halves)
         return cls(ids, top_ids.flatten(0, 1), log_probs, hidden)
 
+    @property
+    def first(self) -> Tensor:
+        """[B, T], the target's most likely next tokens."""
+        return self.top_ids[:, 0].view_as(self.ids)
+
 
 def divergence(hidden: Tensor, head: Head, batch: Batch) -> Tensor:
     """Mean KL divergence of rows [B * T, D] from the target's distributions, in nats a token.

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from headrace.export.distill.copying import CopyHeads
 from headrace.export.distill.decoder import Decoder
 from headrace.export.distill.labels import Shelf
 from headrace.export.distill.student import Batch, Head, Likeness, angle, divergence
@@ -27,6 +28,8 @@ BETAS = (0.9, 0.95)
 MAX_NORM = 1.0
 ANGLE_WEIGHT = 1.0
 """Of the hidden states' part in the loss, beside the divergence in nats."""
+COPY_WEIGHT = 0.1
+"""Of the copying heads' part, in nats as well."""
 
 SAVE_EVERY_S = 60.0
 """What an interruption loses."""
@@ -62,12 +65,16 @@ class Trainer:
         shelf: Shelf,
         learned: list[int],
         held_out: list[Batch],
+        copying: CopyHeads | None,
         *,
         steps: int,
         seed: int,
     ) -> None:
-        """`learned` are the numbers of the shelf's texts to learn from."""
+        """`learned` are the numbers of the shelf's texts to learn from; `copying`, if any, are the
+        student's heads that go on learning where to look.
+        """
         self.student, self.head, self.steps = student, head, steps
+        self._copying = copying
         self._shelf, self._learned = shelf, learned
         self._held_out, self._seed = held_out, seed
         self._optimizer = torch.optim.AdamW(
@@ -124,9 +131,15 @@ class Trainer:
         for group in self._optimizer.param_groups:
             group["lr"] = self._rate()
         batch = Batch.of(self._shelf.take(self._numbers(self.step)))
-        hidden = self.student(batch.ids).flatten(0, 1)  # [B * T, D]
+        *read, out = self.student.states(batch.ids)
+        hidden = out.flatten(0, 1)  # [B * T, D]
         loss = divergence(hidden, self.head, batch)
-        (loss + ANGLE_WEIGHT * angle(hidden, batch)).backward()
+        whole = loss + ANGLE_WEIGHT * angle(hidden, batch)
+        if self._copying is not None:
+            place = read[self._copying.layer]
+            aside = self._copying.aside(self.student, place, batch.ids, batch.first)
+            whole = whole + COPY_WEIGHT * aside
+        whole.backward()
         torch.nn.utils.clip_grad_norm_(self.student.parameters(), MAX_NORM)
         self._optimizer.step()
         self._optimizer.zero_grad()

@@ -44,6 +44,14 @@ _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE | re.ASCII)
 )
 @click.option("--layers", metavar="N", type=int, help="Layers of the draft. Default: 4.")
 @click.option(
+    "--from",
+    "parent",
+    metavar="DRAFT_DIR",
+    type=click.Path(path_type=Path),
+    help="Go on from a draft of the same target, e.g. on the plant's own logs. Its layers stay, and "
+    "its head as well unless --vocab-keep says otherwise.",
+)
+@click.option(
     "--vocab-keep",
     metavar="K",
     type=int,
@@ -98,6 +106,7 @@ def command(
     \b
       headrace distill TARGET -o DRAFT_DIR --time 60m --vocab-keep 16384
       headrace export TARGET -o BUNDLE --draft DRAFT_DIR
+      headrace distill TARGET -o BETTER --from DRAFT_DIR --corpus plant.log --time 30m
 
     Ctrl-C leaves DRAFT_DIR.unfinished; --resume goes on from there to the same weights, bit for
     bit. --eval tells what a draft is worth: how often its proposals would be accepted, by kind of

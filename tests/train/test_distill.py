@@ -30,8 +30,8 @@ from headrace.export.distill.run import distill, work_folder
 from headrace.export.report import Silent
 from headrace.models.plantlog import sample_log
 
-SOURCE = str(TINY / "llama")
-OPTIONS = DistillOptions(layers=1, vocab_keep=270, tokens=24_000, seed=3)
+SOURCE = str(TINY / "mistral")
+OPTIONS = DistillOptions(layers=3, vocab_keep=270, tokens=24_000, seed=3)
 
 
 def content(folder: Path) -> dict[str, str]:
@@ -53,7 +53,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(out: Path, *more: str) -> list[str]:
-    options = ["--layers", "1", "--vocab-keep", "270", "--tokens", "24000", "--seed", "3"]
+    options = ["--layers", "3", "--vocab-keep", "270", "--tokens", "24000", "--seed", "3"]
     asked = ["--resume"] if "--resume" in more else options
     return [sys.executable, "-c", _OFTEN_SAVED, "distill", SOURCE, "-o", str(out), *asked]
 
