@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from safetensors.numpy import load_file
 from tiny_checkpoints import TINY
 from tiny_distilled import Enough, StopsAtTraining
 
-from headrace.errors import UsageError
+from headrace.errors import SourceError, UsageError
 from headrace.export.distill.evaluate import MAX_DEPTH, evaluate
 from headrace.export.distill.options import DistillOptions
 from headrace.export.distill.run import distill, work_folder
@@ -232,7 +233,8 @@ def test_resuming_something_else_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="an interrupted run; go on with --resume"):
         distill(SOURCE, out, OPTIONS, Silent())
     for options, said in (
-        (DistillOptions(resume=True, layers=2), "layers is 1"),
+        (DistillOptions(resume=True, layers=2), "layers is 3"),
+        (DistillOptions(resume=True, parent=TINY), "goes on from no draft"),
         (DistillOptions(resume=True, tokens=5), "settled already"),
         (DistillOptions(resume=True, corpus=(TINY,)), "cannot be read"),
     ):
@@ -242,3 +244,37 @@ def test_resuming_something_else_is_refused(tmp_path: Path) -> None:
         distill(str(TINY / "qwen2"), out, DistillOptions(resume=True), Silent())
     with pytest.raises(UsageError, match="no interrupted run"):
         distill(SOURCE, tmp_path / "other", DistillOptions(resume=True), Silent())
+
+
+def test_going_on_from_a_draft(whole: Path, tmp_path: Path) -> None:
+    """It begins where that one has ended, with its head and layers, and says where it comes from."""
+    more = DistillOptions(parent=whole, tokens=4000, seed=5)
+    distill(SOURCE, tmp_path / "draft", more, Silent())
+    note = json.loads((tmp_path / "draft" / "draft.json").read_text())
+    before = json.loads((whole / "draft.json").read_text())
+    assert note["head_ids"] == before["head_ids"] and note["layers"] == before["layers"]
+    assert note["training"]["parent"]["trained_tokens"] == before["training"]["trained_tokens"]
+    first, last = before["training"]["log"][0], before["training"]["log"][-1]
+    assert (
+        abs(note["training"]["log"][0]["loss"] - last["loss"]) < (first["loss"] - last["loss"]) / 2
+    )
+    assert "goes on from | draft (" in (tmp_path / "draft" / "README.md").read_text()
+
+
+def test_going_on_from_what_cannot_be_gone_on_from(whole: Path, tmp_path: Path) -> None:
+    out = tmp_path / "draft"
+    with pytest.raises(UsageError, match="distilled from"):
+        distill(str(TINY / "qwen2"), out, DistillOptions(parent=whole), Silent())
+    with pytest.raises(SourceError, match=r"it has no draft\.json"):
+        distill(SOURCE, out, DistillOptions(parent=tmp_path), Silent())
+    with pytest.raises(UsageError, match="has its layers"):
+        distill(SOURCE, out, DistillOptions(parent=whole, layers=2), Silent())
+    parent = shutil.copytree(whole, tmp_path / "parent")
+    with pytest.raises(Enough):
+        distill(SOURCE, out, DistillOptions(parent=parent, tokens=4000), StopsAtTraining())
+    with pytest.raises(UsageError, match=r"goes on from .*parent, got "):
+        distill(SOURCE, out, DistillOptions(parent=whole, resume=True), Silent())
+    note = parent / "draft.json"
+    note.write_text(note.read_text().replace('"steps"', '"stops"'))
+    with pytest.raises(UsageError, match="parent has changed since the run began"):
+        distill(SOURCE, out, DistillOptions(resume=True), Silent())
