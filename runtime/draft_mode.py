@@ -35,13 +35,16 @@ class ModeChoice:
 
     Measured are the passes before which the draft promises something, in every mode, so that all
     see the same kind of text. Another mode than the one taken is tried after a while and held
-    against what that gave just before; each time it is slower, it rests twice as long.
+    against what that gave just before; each time it is slower, it rests twice as long, and from the
+    first time on as long as keeps trials within their budget.
     """
 
     _PHASE = 16
     """Passes before it is thought about again."""
     _STAKE = 0.25
     """Of a phase's time: a trial that has lost so much is over."""
+    _BUDGET = 0.01
+    """Of all time, what trials of a mode may lose."""
     _RESTS = 4, 64
     """Phases between trials of a mode, at first and at most."""
 
@@ -96,7 +99,7 @@ class ModeChoice:
         self._phases += 1
         speed = self._tokens / self._seconds
         if trial is not None:
-            self._judge(speed / trial)
+            self._judge(speed / trial, lost_s / self._phase_s)
         else:
             self._speed = speed if self._speed is None else (self._speed + speed) / 2
             self._phase_s = self._seconds
@@ -106,8 +109,10 @@ class ModeChoice:
         # between two trials the mode that is taken has a phase, which the next one is held against
         self._mode = due[0] if due and trial is None else self._taken
 
-    def _judge(self, share: float) -> None:
-        """Of the mode that was tried, which has given this share of the other's speed."""
+    def _judge(self, share: float, lost: float) -> None:
+        """Of the mode that was tried, which has given this share of the other's speed, and lost so
+        much of a phase's time by that.
+        """
         assert self._speed is not None
         mode, first, most = self._mode, *self._RESTS
         before = self._shares[mode] if mode in self._tried else None
@@ -115,7 +120,8 @@ class ModeChoice:
         self._tried.add(mode)
         if share <= 1:
             self._shares[mode] = share
-            self._due[mode] = self._phases + self._rests[mode]
+            rest = min(most, max(self._rests[mode], round(lost / self._BUDGET)))
+            self._due[mode] = self._phases + rest
             self._rests[mode] = min(most, 2 * self._rests[mode])
             return
         # the one that was taken is tried soon, lest chance has decided

@@ -322,6 +322,19 @@ def test_a_text_of_another_kind_changes_no_mode() -> None:
     assert wrong < 1_000
 
 
+@pytest.mark.parametrize("slow", [1.05, 1.3, 10.0])
+def test_a_short_run_loses_little_to_trials(slow: float) -> None:
+    """Once it is known that a draft does not pay, which takes one phase."""
+    choice = ModeChoice([DraftMode.IN_LINE, DraftMode.UNASKED])
+    spent = least = 0.0
+    for number in range(400):
+        seconds = 0.1 * slow if choice.mode is DraftMode.IN_LINE else 0.1
+        choice.note(choice.mode, 1, seconds)
+        if number >= 32:
+            spent, least = spent + seconds, least + 0.1
+    assert spent < 1.025 * least
+
+
 def test_what_defer_allows() -> None:
     deferred, in_line, unasked = ALL_MODES
     assert modes_of("auto", takes_turns=True) == (in_line, unasked)

@@ -104,7 +104,6 @@ def test_they_learn_where_to_look(target: Target) -> None:
 def test_nothing_else_is_changed(target: Target) -> None:
     student, heads = taught(target, 20)
     c = student.config
-    queries = heads.queries(c)
     of_queries, of_group = (
         slice(part.start * c.head_dim, part.stop * c.head_dim)
         for part in (heads.queries(c), slice(heads.group, heads.group + 1))
