@@ -164,7 +164,7 @@ class _Run:
         kept = self.kept(plan, shelf, learned)
         head = Head.of(self.target.head, None if kept is None else kept.ids)
         student = self.student(plan)
-        copying = CopyHeads.of(student.config)
+        copying = self.copying(student)
         trainer = Trainer(
             student, head, shelf, learned, batches, copying, steps=plan.steps, seed=plan.seed
         )
@@ -202,6 +202,12 @@ class _Run:
         if self.parent is None:
             return self.target.student(self.layers(plan.layers))
         return Decoder(self.parent.config, FloatWeights(self.parent), self.target.embedding)
+
+    def copying(self, student: Decoder) -> CopyHeads | None:
+        """Heads to teach; none for a student of all layers, which copies as its target does."""
+        if student.config.num_layers == self.target.checkpoint.config.num_layers:
+            return None
+        return CopyHeads.of(student.config)
 
     def copies(self) -> bool:
         """Whether the student has been taught to copy already."""
@@ -322,7 +328,7 @@ class _Run:
     def write(self, trainer: Trainer, plan: Plan, kept: KeptTokens | None, done: Distilled) -> None:
         self.report.stage(f"writing {self.out}")
         paths = [Path(path) for path in plan.corpus]
-        copying = CopyHeads.of(trainer.student.config)
+        copying = self.copying(trainer.student)
         training = {
             "created_by": f"headrace {headrace.__version__}",
             "torch": plan.torch,

@@ -31,8 +31,12 @@ from headrace.export.distill.run import distill, work_folder
 from headrace.export.report import Silent
 from headrace.models.plantlog import sample_log
 
-SOURCE = str(TINY / "mistral")
-OPTIONS = DistillOptions(layers=3, vocab_keep=270, tokens=24_000, seed=3)
+SOURCE = str(TINY / "llama")
+OPTIONS = DistillOptions(layers=1, vocab_keep=270, tokens=24_000, seed=3)
+
+
+COPYING = "gemma3_scalar"
+"""A target of which three layers are not all, so that a student is taught to copy."""
 
 
 def content(folder: Path) -> dict[str, str]:
@@ -53,10 +57,20 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def command(out: Path, *more: str) -> list[str]:
-    options = ["--layers", "3", "--vocab-keep", "270", "--tokens", "24000", "--seed", "3"]
+@pytest.fixture(scope="module")
+def copying(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An uninterrupted run that has taught its student to copy."""
+    torch.set_num_threads(1)
+    out = tmp_path_factory.mktemp("copying") / "draft"
+    distill(str(TINY / COPYING), out, dataclasses.replace(OPTIONS, layers=3), Silent())
+    assert json.loads((out / "draft.json").read_text())["training"]["copying"]
+    return out
+
+
+def command(source: str, layers: int, out: Path, *more: str) -> list[str]:
+    options = ["--layers", str(layers), "--vocab-keep", "270", "--tokens", "24000", "--seed", "3"]
     asked = ["--resume"] if "--resume" in more else options
-    return [sys.executable, "-c", _OFTEN_SAVED, "distill", SOURCE, "-o", str(out), *asked]
+    return [sys.executable, "-c", _OFTEN_SAVED, "distill", source, "-o", str(out), *asked]
 
 
 _OFTEN_SAVED = """
@@ -70,15 +84,23 @@ sys.exit(main(sys.argv[1:]))
 
 
 @pytest.mark.parametrize("number", (signal.SIGINT, signal.SIGKILL))
+@pytest.mark.parametrize(("name", "layers"), (("llama", 1), (COPYING, 3)))
 def test_interrupted_equals_uninterrupted(
-    number: signal.Signals, whole: Path, tmp_path: Path
+    name: str,
+    layers: int,
+    number: signal.Signals,
+    whole: Path,
+    copying: Path,
+    tmp_path: Path,
 ) -> None:
     """At random moments, again and again, until it is done: the same weights, bit for bit."""
+    whole = copying if name == COPYING else whole
+    run_it = partial(command, str(TINY / name), layers)
     # machines differ by a factor of ten: a first moment within half a training is before its end
     trained = json.loads((whole / "draft.json").read_text())["training"]["log"][-1]["seconds"]
     out, draws = tmp_path / "draft", random.Random(int(number))
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    arguments, interrupted, work = command(out), 0, work_folder(out)
+    arguments, interrupted, work = run_it(out), 0, work_folder(out)
     while not out.exists():
         with subprocess.Popen(arguments, env=environment, stderr=subprocess.PIPE) as run:
             # the first time amid the texts, then twice in the training, behind a save of that run
@@ -98,7 +120,7 @@ def test_interrupted_equals_uninterrupted(
                 interrupted += 1
             _, error = run.communicate()
         assert out.exists() or run.returncode in (130, -number), error
-        arguments = command(out, "--resume")
+        arguments = run_it(out, "--resume")
     assert interrupted
     assert not work.exists()
     assert content(out) == content(whole)
@@ -225,7 +247,7 @@ def test_a_corpus_far_larger_than_memory(tmp_path: Path) -> None:
     assert int(done.stdout) < 1 << 20
 
 
-def test_resuming_something_else_is_refused(tmp_path: Path) -> None:
+def test_resuming_something_else_is_refused(whole: Path, tmp_path: Path) -> None:
     out = tmp_path / "draft"
 
     with pytest.raises(Enough):
@@ -233,8 +255,8 @@ def test_resuming_something_else_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="an interrupted run; go on with --resume"):
         distill(SOURCE, out, OPTIONS, Silent())
     for options, said in (
-        (DistillOptions(resume=True, layers=2), "layers is 3"),
-        (DistillOptions(resume=True, parent=TINY), "goes on from no draft"),
+        (DistillOptions(resume=True, layers=2), "layers is 1"),
+        (DistillOptions(resume=True, parent=whole), "goes on from no draft"),
         (DistillOptions(resume=True, tokens=5), "settled already"),
         (DistillOptions(resume=True, corpus=(TINY,)), "cannot be read"),
     ):
@@ -278,3 +300,19 @@ def test_going_on_from_what_cannot_be_gone_on_from(whole: Path, tmp_path: Path) 
     note.write_text(note.read_text().replace('"steps"', '"stops"'))
     with pytest.raises(UsageError, match="parent has changed since the run began"):
         distill(SOURCE, out, DistillOptions(resume=True), Silent())
+
+
+class _Stages(Silent):
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def stage(self, title: str, steps: int | None = None) -> None:
+        self.seen.append(title)
+
+
+def test_what_copies_is_not_taught_again(copying: Path, tmp_path: Path) -> None:
+    source, stages = str(TINY / COPYING), _Stages()
+    more = DistillOptions(parent=copying, tokens=1000)
+    distill(source, tmp_path / "draft", more, stages)
+    assert "training" in stages.seen and "teaching it to copy" not in stages.seen
+    assert json.loads((tmp_path / "draft" / "draft.json").read_text())["training"]["copying"]
