@@ -115,13 +115,13 @@ def teach(
         heads: which of its heads are to copy.
         head: of the student.
         whole_head: [V, D], of the target.
-        texts: one text each, of which the first MAX_TEXTS serve.
+        texts: one text each; MAX_TEXTS are enough.
         steps: of teaching where to look.
         seed: the same gives the same.
         on_step: is told after each step.
     """
     random = np.random.default_rng((seed, 1))
-    lessons = _lessons(student, heads, texts[:MAX_TEXTS], random)
+    lessons = _lessons(student, heads, texts, random)
     _teach_looking(student, heads, lessons, steps, random, on_step)
     _teach_copying(student, heads, lessons, whole_head)
     _choose_strength(student, heads, head, texts[:_JUDGED_TEXTS])
