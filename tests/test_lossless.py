@@ -109,7 +109,12 @@ def test_text_and_logprobs_are_the_plain_ones(
 def test_a_perfect_draft_is_accepted(plain: list[Completion]) -> None:
     """In the full session, nearly all that it proposes: its bits are not the target's."""
     bundle = smollm2_pair().path
-    way = {"source": "draft", "speculate": 8, "is_beside": False, "is_deferred": True}
+    way: dict[str, Any] = {
+        "source": "draft",
+        "speculate": 8,
+        "is_beside": False,
+        "is_deferred": True,
+    }
     with LLM(bundle, lanes=4, ctx=512, defer="on") as llm:
         assert agree(llm, plain, [1], **way) > 0.6 * MAX_TOKENS
         agree(llm, plain, [2], **way)
