@@ -6,7 +6,7 @@ measure.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from headrace.errors import UnsupportedModelError, UsageError
-from headrace.export.calibrate import FloatWeights
 from headrace.export.checkpoint import open_checkpoint
 from headrace.export.distill.corpus import WHOLE, CorpusFile, apart
 from headrace.export.distill.decoder import Cache, Decoder
@@ -121,8 +120,7 @@ class _Pair:
 
     @classmethod
     def load(cls, target: Target, draft: DistilledDraft) -> _Pair:
-        weights: Mapping[str, object] = FloatWeights(draft)
-        model = Decoder(draft.config, weights, target.embedding)
+        model = target.beside(draft)
         model.requires_grad_(False)
         return cls(target, model, Head.of(target.head, draft.head_ids))
 

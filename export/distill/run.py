@@ -18,7 +18,6 @@ import torch
 
 import headrace
 from headrace.errors import SourceError, UnsupportedModelError, UsageError
-from headrace.export.calibrate import FloatWeights
 from headrace.export.checkpoint import open_checkpoint
 from headrace.export.distill.card import write_card
 from headrace.export.distill.copying import MAX_STEPS, MAX_TEXTS, CopyHeads, teach
@@ -201,7 +200,7 @@ class _Run:
     def student(self, plan: Plan) -> Decoder:
         if self.parent is None:
             return self.target.student(self.layers(plan.layers))
-        return Decoder(self.parent.config, FloatWeights(self.parent), self.target.embedding)
+        return self.target.beside(self.parent)
 
     def copying(self, student: Decoder) -> CopyHeads | None:
         """Heads to teach; none for a student of all layers, which copies as its target does."""

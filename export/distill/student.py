@@ -62,8 +62,11 @@ class Target:
 
     def student(self, layers: tuple[int, ...]) -> Decoder:
         """A smaller decoder that begins as these layers of the target's."""
-        reduced = ReducedCheckpoint(self.checkpoint, layers, None)
-        return Decoder(reduced.config, FloatWeights(reduced), self.embedding)
+        return self.beside(ReducedCheckpoint(self.checkpoint, layers, None))
+
+    def beside(self, checkpoint: Checkpoint) -> Decoder:
+        """A model with the target's embedding."""
+        return Decoder(checkpoint.config, FloatWeights(checkpoint), self.embedding)
 
 
 @dataclass(frozen=True, eq=False)
