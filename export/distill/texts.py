@@ -20,12 +20,13 @@ from headrace.export.report import Reporter
 from headrace.export.text import I64, Text
 from headrace.models import plantlog
 
-READ_SHARE = 0.35
-"""Of the texts, those that the target reads; it writes the others."""
+READ_SHARE = 0.25
+"""Of the texts, those that the target reads; it writes the others. Look-ups foretell a log as well;
+what the target says of its own they do not."""
 
 Kind = Literal["chats", "answers", "continuations"]
 
-CHAT_SHARES: dict[Kind, float] = {"chats": 0.6, "answers": 0.25, "continuations": 0.15}
+CHAT_SHARES: dict[Kind, float] = {"chats": 0.65, "answers": 0.2, "continuations": 0.15}
 """Of the texts that are written, by a target that answers questions."""
 BASE_SHARES: dict[Kind, float] = {"continuations": 1.0}
 """By one that does not."""
