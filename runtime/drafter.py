@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from headrace.runtime.candidate import Candidate, Candidates, Opened
+from headrace.runtime.demand import Demand
 from headrace.runtime.draft import DraftLane, frontier
 from headrace.runtime.draft_mode import DraftMode, ModeChoice, modes_of
 from headrace.runtime.guess import Guess, Guesser
@@ -123,6 +124,7 @@ class Drafter:
         self.counts, self._defer = DraftCounts(), defer
         self.broken: str | None = None
         """Why the draft is not asked any more."""
+        self.demand = Demand()
         self.passes_unasked = 0
         """Passes of the target since it was asked last."""
         self._failures_in_a_row = 0
@@ -177,7 +179,7 @@ class Drafter:
                 self._thread.start()
         self._queue.put(ask)
 
-    def reading_s(self, num_tokens: int) -> float:
+    def reading_s(self, num_tokens: float) -> float:
         """Seconds that it takes to catch up with a text."""
         return num_tokens * self._text_row_s
 

@@ -56,13 +56,10 @@ class Drafting:
         drafter.notice_hang()
         return drafter.broken is None and (self._last is None or self._last.done.is_set())
 
-    def catching_up_s(self) -> float:
-        """Seconds that the target waits until the draft has read what it does not know of the text;
-        nothing for one that reads beside the target.
-        """
-        drafter = self._drafter
-        num_tokens = min(self.num_behind, drafter.window)
-        return drafter.reading_s(num_tokens) if drafter.takes_turns else 0.0
+    @property
+    def num_unread(self) -> int:
+        """Tokens that the draft has to read before it can say anything."""
+        return min(self.num_behind, self._drafter.window)
 
     def ask(self, want: int, pays: Pays, mode: DraftMode) -> list[tuple[Guess, ...]] | None:
         """Guesses for each of the next places, up to `want`; none if it failed or is late.
@@ -71,7 +68,7 @@ class Drafting:
         while the request goes on.
         """
         drafter = self._drafter
-        reading_s = drafter.reading_s(min(self.num_behind, drafter.window))
+        reading_s = drafter.reading_s(self.num_unread)
         if reading_s > _READ_AHEAD * drafter.step_s and not drafter.takes_turns:
             self._submit(0, pays, DraftMode.IN_LINE)
             return None

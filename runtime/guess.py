@@ -73,23 +73,27 @@ class Guesser:
 
         Raises ModelOutputError for logits [draft's num_logits] that are no numbers.
         """
-        row = logits if self._head.is_same else self._mapped(logits)
         self.follow(path)
         try:
             if self._sampler.is_greedy:
-                return self._best(row)
-            return self._drawn(row, position)
+                return self._best(logits)
+            return self._drawn(self._mapped(logits), position)
         finally:
             for _ in path:
                 self._counts.pop()
 
     def _mapped(self, logits: Row) -> Row:
+        if self._head.is_same:
+            return logits
         row = np.full(self._head.vocab_size, -np.inf, np.float32)
         row[self._head.tokens] = logits[self._head.columns]
         return row
 
-    def _best(self, row: Row) -> tuple[Guess, ...]:
-        row = self._sampler.adjusted(row, self._counts).copy()
+    def _best(self, logits: Row) -> tuple[Guess, ...]:
+        if self._sampler.adjusts:
+            row = self._sampler.adjusted(self._mapped(logits), self._counts)[self._head.tokens]
+        else:  # a head that was cut down is a fraction of the target's vocabulary
+            row = logits[self._head.columns]
         guesses: list[Guess] = []
         total = 0.0
         for _ in range(MAX_GUESSES):
@@ -97,7 +101,8 @@ class Guesser:
             if not guesses:
                 top = float(checked_best(row[best]))
                 total = float(np.exp(row - np.float32(top)).sum())
-            guesses.append(Guess(best, float(np.exp(float(row[best]) - top)) / total))
+            probability = float(np.exp(float(row[best]) - top)) / total
+            guesses.append(Guess(int(self._head.tokens[best]), probability))
             row[best] = -np.inf
         return tuple(g for g in guesses if g.probability > 0)
 

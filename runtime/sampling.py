@@ -327,6 +327,11 @@ class Sampler:
             candidates = keep(candidates)
         return candidates
 
+    @property
+    def adjusts(self) -> bool:
+        """Whether there are penalties or bias."""
+        return bool(self._logit_steps)
+
     def adjusted(self, row: Row, counts: TokenCounts) -> Row:
         """Logits [V] with penalties and bias; `row` itself where there are none."""
         for step in self._logit_steps:

@@ -47,11 +47,11 @@ _ALTERNATIVES = 2
 _FORESEEN = 128
 """Tokens of an answer that are counted on, as far as it may become so long."""
 
-_OFTEN = 8
-"""Tokens that are read in a pass where the draft is asked before each."""
-
 _RETRY_PASSES = 64
-"""Passes after which a draft that did not pay is asked for one token again."""
+"""Passes after which a draft that did not pay is asked for one token again, at the earliest."""
+
+_RETRY_SHARE = 0.01
+"""Of all time, what that may take."""
 
 
 class Index(Protocol):
@@ -136,6 +136,8 @@ class Speculator:
             self._drafting = Drafting(drafter, guesser, text.tokens, text.length)
         self._began: tuple[ModeChoice, DraftMode, float] | None = None
         """A pass that the draft promises something for: its mode, of which choice, and when."""
+        self._is_wanted = False
+        """Whether the draft would be worth its time before the next pass, if it knew the text."""
         self._passes = 0
         self._proposed: Counter[tuple[str, int]] = Counter()
         self._accepted: Counter[tuple[str, int]] = Counter()
@@ -208,15 +210,18 @@ class Speculator:
         is_possible = drafting.is_possible
         rates = self._pace.acceptance.rates([Origin(SOURCE)] * room.most)
         reach: F64 = np.cumprod(rates, dtype=np.float64)
-        once_s = self._catching_up_s(drafting)
-        plan = planned(self._pace, reach, room, drafter.wait_s, once_s)
-        want = plan.num_tokens if plan.tokens_per_s > tokens_per_s or room.fixed else 0
+        least = 0.0 if room.fixed else tokens_per_s
+        self._is_wanted = self._planned(drafter, reach, room, 0.0).tokens_per_s > least
+        num_left = min(max(self._num_left, 0), _FORESEEN)
+        rows = drafter.demand.rows_a_pass(drafting.num_unread, num_left)
+        plan = self._planned(drafter, reach, room, rows)
+        want = plan.num_tokens if plan.tokens_per_s > least else 0
         modes = drafter.asked_modes if room.fixed else drafter.modes
         mode = modes.mode
         drafter.passes_unasked += 1
         if want:
             self._began = modes, mode, time.perf_counter()
-        elif drafter.passes_unasked >= _RETRY_PASSES:
+        elif drafter.passes_unasked >= self._retry_after(drafting, drafter):
             want, mode = 1, drafter.asked_modes.mode
         if not want or mode is DraftMode.UNASKED or not is_possible:
             return None
@@ -225,10 +230,18 @@ class Speculator:
             drafter.passes_unasked = 0
         return self._drafted(chain) if chain else None
 
-    def _catching_up_s(self, drafting: Drafting) -> float:
-        """What is to be read now, spread over the passes that it is read for."""
-        passes = 1 + min(max(self._num_left, 0), _FORESEEN) // 2
-        return drafting.catching_up_s() / min(passes, max(1, drafting.num_behind // _OFTEN))
+    def _planned(self, drafter: Drafter, reach: F64, room: Room, rows_to_read: float) -> Plan:
+        # One that reads beside the target costs it no time.
+        once_s = drafter.reading_s(rows_to_read) if drafter.takes_turns else 0.0
+        return planned(self._pace, reach, room, drafter.wait_s, once_s)
+
+    def _retry_after(self, drafting: Drafting, drafter: Drafter) -> float:
+        """Passes without the draft."""
+        price_s = drafter.wait_s
+        if drafter.takes_turns:
+            price_s += drafter.reading_s(drafting.num_unread)
+        pass_s = float(self._pace.costs(self._num_lanes())[0])
+        return max(_RETRY_PASSES, price_s / (_RETRY_SHARE * pass_s))
 
     def _pays(self, want: int, step_s: float, tokens_per_s: float, room: Room) -> Pays:
         """A token pays if it comes more surely than others would in the time that it takes."""
@@ -259,6 +272,9 @@ class Speculator:
     def judged(self, proposal: Proposal, tree: Tree, accepted: Accepted) -> None:
         """What the target kept of a proposal, of which it saw `tree`."""
         self._passes += 1
+        if self._shared.drafter is not None and self._drafting is not None:
+            self._shared.drafter.demand.note(len(accepted.token_ids), is_wanted=self._is_wanted)
+            self._is_wanted = False
         if self._began is not None:
             modes, mode, began = self._began
             modes.note(mode, len(accepted.token_ids), time.perf_counter() - began)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from headrace import SamplingParams
 from headrace.models.manifest import DRAFT, Bundle
-from headrace.models.vocab_map import load_vocab_map
+from headrace.models.vocab_map import NO_TOKEN, VocabMap, load_vocab_map
 from headrace.runtime.draft import (
     MAX_NODES,
     DraftLane,
@@ -23,7 +23,7 @@ from headrace.runtime.draft import (
     draft_layout,
     frontier,
 )
-from headrace.runtime.guess import Guesser
+from headrace.runtime.guess import Guesser, Head
 from headrace.runtime.ort import OrtBackend
 from headrace.runtime.prepare import session_options
 from headrace.runtime.sampling import Sampler
@@ -60,6 +60,24 @@ def assert_same_guesses(lane: DraftLane, other: DraftLane) -> None:
     assert mine[0].probability == pytest.approx(others[0].probability, rel=2e-3)
     if others[0].probability > 1.01 * others[1].probability:
         assert mine[0].token_id == others[0].token_id
+
+
+@given(st.integers(0, 10_000), st.integers(1, 40))
+@settings(deadline=None)
+def test_a_cut_head_guesses_as_one_with_the_other_tokens_ruled_out(seed: int, kept: int) -> None:
+    """A bias of nothing leads through the target's whole vocabulary."""
+    random, size = np.random.default_rng(seed), 40
+    to_draft, to_target = np.full(size, NO_TOKEN, np.int32), np.full(kept, NO_TOKEN, np.int32)
+    to_target[: max(1, kept - 2)] = random.permutation(size)[: max(1, kept - 2)]
+    to_draft[to_target[to_target != NO_TOKEN]] = np.flatnonzero(to_target != NO_TOKEN)
+    head = Head.of(VocabMap(to_target, to_draft))
+    logits = random.normal(size=kept).astype(np.float32)
+    ways = SamplingParams(temperature=0), SamplingParams(temperature=0, logit_bias={0: 0.0})
+    short, whole = (
+        Guesser(Sampler(params, [], size), "coupled", head).guess(logits, 1, []) for params in ways
+    )
+    assert [guess.token_id for guess in short] == [guess.token_id for guess in whole]
+    assert [g.probability for g in short] == pytest.approx([g.probability for g in whole])
 
 
 def test_a_small_context_has_a_window_that_fits(model: DraftModel) -> None:
