@@ -1,12 +1,48 @@
-"""Demand: how often texts want the draft, by which it is told what reading them costs."""
+"""What a draft has to read before it can propose, and which pass has to pay for that."""
 
 from __future__ import annotations
 
-_MEMORY = 64.0
+import math
+
+from headrace.runtime.pace import PassCosts
+
+_MEMORY = 32.0
 """Passes after which an old one weighs 1/e of a new one."""
 
 _GUESS = 4.0
 """Passes that the first guess is worth: that it is wanted before each, for one token and a half."""
+
+_MEASURED = 17
+"""Rows of the widest pass that was measured before."""
+
+_READ_SHARE = 0.3
+"""Of the last long reading in what one is believed to take."""
+
+
+class Reading:
+    """Seconds that a draft takes to catch up with a text, beyond a pass for its last token."""
+
+    def __init__(self, costs: PassCosts) -> None:
+        self._first_s = costs.of(1)
+        self._few_s = [costs.of(rows) for rows in range(_MEASURED + 1)]
+        self._row_s = self._few_s[-1] / _MEASURED
+
+    def of(self, num_tokens: float) -> float:
+        """As measured for few tokens. Of many each is cheaper, by how much is learned."""
+        if num_tokens > _MEASURED:
+            return self._beyond(num_tokens * self._row_s)
+        least = math.floor(num_tokens)
+        low, high = self._few_s[least], self._few_s[math.ceil(num_tokens)]
+        return self._beyond(low + (num_tokens - least) * (high - low))
+
+    def noted(self, num_tokens: int, seconds: float) -> float:
+        """The same of a pass that took so many seconds, by which it learns."""
+        if num_tokens > _MEASURED:
+            self._row_s += _READ_SHARE * (seconds / num_tokens - self._row_s)
+        return self._beyond(seconds)
+
+    def _beyond(self, seconds: float) -> float:
+        return max(0.0, seconds - self._first_s)
 
 
 class Demand:
@@ -31,12 +67,12 @@ class Demand:
 
     @property
     def gap(self) -> float:
-        """Tokens, at least 1; infinite where it is never wanted."""
-        return max(1.0, self._tokens / self._wants) if self._wants else float("inf")
+        """Tokens, at least 1."""
+        return max(1.0, self._tokens / self._wants)
 
-    def rows_a_pass(self, num_unread: int, num_left: int) -> float:
-        """Rows that a pass has to pay for, of `num_unread` tokens that the draft does not know, in
-        a text that may become `num_left` tokens longer.
+    def price_s(self, reading: Reading, num_unread: int, num_left: int) -> float:
+        """Seconds that a pass has to pay for `num_unread` tokens that the draft does not know, of a
+        text that may become `num_left` tokens longer.
         """
-        again = min(float(num_unread), self.gap)
-        return again + (num_unread - again) / max(1.0, num_left / self.gap)
+        again = reading.of(min(float(num_unread), self.gap))
+        return again + max(0.0, reading.of(num_unread) - again) / max(1.0, num_left / self.gap)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from headrace.runtime.candidate import Candidate, Candidates, Opened
-from headrace.runtime.demand import Demand
+from headrace.runtime.demand import Demand, Reading
 from headrace.runtime.draft import DraftLane, frontier
 from headrace.runtime.draft_mode import DraftMode, ModeChoice, modes_of
 from headrace.runtime.guess import Guess, Guesser
@@ -100,6 +100,8 @@ class Ask:
     """Guesses along the likeliest path."""
     error: Exception | None = None
     has_lane: bool = False
+    read_s: float = 0.0
+    """Seconds that catching up with the text took, beyond a pass for its last token."""
     done: threading.Event = field(default_factory=threading.Event)
 
 
@@ -126,7 +128,9 @@ class Drafter:
         """Why the draft is not asked any more."""
         self.demand = Demand()
         self.passes_unasked = 0
-        """Passes of the target since it was asked last."""
+        """Passes of requests since it was asked last."""
+        self.tries = 0
+        """Passes to come before which it is asked though it did not pay of late."""
         self._failures_in_a_row = 0
         self._acceptance, self._is_boundary = acceptance, is_boundary
         self.trace = trace
@@ -157,7 +161,7 @@ class Drafter:
         """Seconds waited and tokens gained in a mode; decaying sums."""
         self.step_s = costs.of(1)
         """Seconds of a pass that says what comes after a token; learned from each."""
-        self._text_row_s = costs.of(17) / 17
+        self.reading = Reading(costs)
         self._width, self._free_width = (
             max(r for r in range(1, _MAX_WIDTH + 1) if costs.of(r) <= most * self.step_s)
             for most in (_CHEAP, _FREE)
@@ -179,10 +183,6 @@ class Drafter:
                 self._thread.start()
         self._queue.put(ask)
 
-    def reading_s(self, num_tokens: float) -> float:
-        """Seconds that it takes to catch up with a text."""
-        return num_tokens * self._text_row_s
-
     @property
     def wait_s(self) -> float:
         """Seconds that a request waits for a token, in the mode where it waits least."""
@@ -198,9 +198,11 @@ class Drafter:
     def notice_hang(self) -> None:
         """Gives up a draft whose pass does not end."""
         began = self.model.pass_began
-        longest_s = self._text_row_s * self.model.backend.facts.max_rows
+        if began is None:
+            return
+        longest_s = self.reading.of(self.model.backend.facts.max_rows)
         limit_s = max(HANG_S, _HANG_PASSES * longest_s)
-        if began is not None and time.perf_counter() - began > limit_s:
+        if time.perf_counter() - began > limit_s:
             self._give_up(f"a pass took longer than {limit_s:.1f} s")
 
     def _give_up(self, why: str) -> None:
@@ -309,7 +311,9 @@ class Drafter:
         if lane in self._open:
             self._open.remove(lane)
         true_before = lane.num_true
+        began = time.perf_counter()
         num_rows = self._timed(lambda: lane.follow(ask.tokens, ask.length), "read")
+        ask.read_s = self.reading.noted(num_rows, time.perf_counter() - began)
         self.counts.rows_text += num_rows
         self.counts.rows_true += lane.num_true - true_before
         if was_open:

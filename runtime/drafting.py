@@ -36,6 +36,8 @@ class Drafting:
         """Tokens that the draft was not told of."""
         self._last: Ask | None = None
         self._passes_to_pause = 0
+        self.read_s = 0.0
+        """What `Ask.read_s` was of the last one that was in time."""
         self.waited_s = 0.0
         """Seconds in `ask` so far."""
 
@@ -68,7 +70,7 @@ class Drafting:
         while the request goes on.
         """
         drafter = self._drafter
-        reading_s = drafter.reading_s(self.num_unread)
+        reading_s = drafter.reading.of(self.num_unread)
         if reading_s > _READ_AHEAD * drafter.step_s and not drafter.takes_turns:
             self._submit(0, pays, DraftMode.IN_LINE)
             return None
@@ -80,12 +82,13 @@ class Drafting:
         drafter.counts.late += not is_done
         waited_s = time.perf_counter() - start
         self.waited_s += waited_s
+        self.read_s = ask.read_s if is_done else 0.0
         if is_done and ask.error is None and not ask.has_lane:
             self._passes_to_pause = _PAUSE_PASSES
             return []
         chain = ask.chain if is_done and ask.error is None else []
         # Catching up is not what a token costs.
-        drafter.note_wait(max(0.0, waited_s - reading_s), len(chain), mode)
+        drafter.note_wait(max(0.0, waited_s - self.read_s), len(chain), mode)
         return chain
 
     def _submit(self, want: int, pays: Pays, mode: DraftMode) -> Ask:

@@ -90,10 +90,10 @@ class Guesser:
         return row
 
     def _best(self, logits: Row) -> tuple[Guess, ...]:
+        # a head that was cut down is a fraction of the target's vocabulary
+        row = logits[self._head.columns]
         if self._sampler.adjusts:
             row = self._sampler.adjusted(self._mapped(logits), self._counts)[self._head.tokens]
-        else:  # a head that was cut down is a fraction of the target's vocabulary
-            row = logits[self._head.columns]
         guesses: list[Guess] = []
         total = 0.0
         for _ in range(MAX_GUESSES):

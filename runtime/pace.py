@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,14 +150,25 @@ class Acceptance:
 
     def rates(self, origins: Sequence[Origin]) -> F64:
         """[n] of a chain."""
-        return np.array([self.rate(origin, i + 1) for i, origin in enumerate(origins)])
+        known: dict[object, float] = {}
+        found = np.empty(len(origins))
+        for i, origin in enumerate(origins):
+            key = origin, _depth_step(i + 1)
+            if key not in known:
+                known[key] = self.rate(origin, i + 1)
+            found[i] = known[key]
+        return found
 
 
 def _levels(origin: Origin, depth: int) -> Iterator[object]:
     """From the whole to the part."""
     yield origin.source, origin.rank
     yield origin
-    yield origin, sum(depth >= step for step in _DEPTH_STEPS)
+    yield origin, _depth_step(depth)
+
+
+def _depth_step(depth: int) -> int:
+    return bisect_right(_DEPTH_STEPS, depth)
 
 
 @dataclass(frozen=True)

@@ -48,10 +48,16 @@ _FORESEEN = 128
 """Tokens of an answer that are counted on, as far as it may become so long."""
 
 _RETRY_PASSES = 64
-"""Passes after which a draft that did not pay is asked for one token again, at the earliest."""
+"""Passes after which a draft that did not pay is asked again, at the earliest."""
 
 _RETRY_SHARE = 0.01
 """Of all time, what that may take."""
+
+_TRIES = 8
+"""Passes in a row before which it is then asked: once it has read the text, each costs little."""
+
+_OFTEN = 8
+"""Tokens at most that it reads where it is asked before each pass."""
 
 
 class Index(Protocol):
@@ -136,8 +142,9 @@ class Speculator:
             self._drafting = Drafting(drafter, guesser, text.tokens, text.length)
         self._began: tuple[ModeChoice, DraftMode, float] | None = None
         """A pass that the draft promises something for: its mode, of which choice, and when."""
-        self._is_wanted = False
-        """Whether the draft would be worth its time before the next pass, if it knew the text."""
+        self._is_wanted: bool | None = None
+        """Whether the draft would be worth its time before the next pass, if it knew the text; None
+        where nobody has thought about it."""
         self._passes = 0
         self._proposed: Counter[tuple[str, int]] = Counter()
         self._accepted: Counter[tuple[str, int]] = Counter()
@@ -210,38 +217,51 @@ class Speculator:
         is_possible = drafting.is_possible
         rates = self._pace.acceptance.rates([Origin(SOURCE)] * room.most)
         reach: F64 = np.cumprod(rates, dtype=np.float64)
-        least = 0.0 if room.fixed else tokens_per_s
-        self._is_wanted = self._planned(drafter, reach, room, 0.0).tokens_per_s > least
-        num_left = min(max(self._num_left, 0), _FORESEEN)
-        rows = drafter.demand.rows_a_pass(drafting.num_unread, num_left)
-        plan = self._planned(drafter, reach, room, rows)
-        want = plan.num_tokens if plan.tokens_per_s > least else 0
+        num_unread, read_s = drafting.num_unread, self._reading_s(drafting, drafter)
+        plan = planned(self._pace, reach, room, drafter.wait_s, read_s)
+        want = plan.num_tokens if plan.tokens_per_s > tokens_per_s or room.fixed else 0
+        if not room.fixed:
+            self._is_wanted = bool(want) or (
+                planned(self._pace, reach, room, drafter.wait_s).tokens_per_s > tokens_per_s
+            )
         modes = drafter.asked_modes if room.fixed else drafter.modes
         mode = modes.mode
         drafter.passes_unasked += 1
         if want:
             self._began = modes, mode, time.perf_counter()
-        elif drafter.passes_unasked >= self._retry_after(drafting, drafter):
+        elif self._tries_again(drafting, drafter, room):
             want, mode = 1, drafter.asked_modes.mode
         if not want or mode is DraftMode.UNASKED or not is_possible:
             return None
         chain = drafting.ask(want, self._pays(want, drafter.step_s, tokens_per_s, room), mode)
         if chain is not None:
             drafter.passes_unasked = 0
+        if self._began is not None and drafter.takes_turns and num_unread > _OFTEN:
+            # what is read once for many passes is not what a mode costs in each
+            modes, mode, began_s = self._began
+            self._began = modes, mode, began_s + max(0.0, drafting.read_s - read_s)
         return self._drafted(chain) if chain else None
 
-    def _planned(self, drafter: Drafter, reach: F64, room: Room, rows_to_read: float) -> Plan:
-        # One that reads beside the target costs it no time.
-        once_s = drafter.reading_s(rows_to_read) if drafter.takes_turns else 0.0
-        return planned(self._pace, reach, room, drafter.wait_s, once_s)
+    def _reading_s(self, drafting: Drafting, drafter: Drafter) -> float:
+        """Seconds that a pass pays for what the draft has to read."""
+        if not drafter.takes_turns:  # it reads beside the target
+            return 0.0
+        num_left = min(max(self._num_left, 0), _FORESEEN)
+        return drafter.demand.price_s(drafter.reading, drafting.num_unread, num_left)
 
-    def _retry_after(self, drafting: Drafting, drafter: Drafter) -> float:
-        """Passes without the draft."""
-        price_s = drafter.wait_s
-        if drafter.takes_turns:
-            price_s += drafter.reading_s(drafting.num_unread)
-        pass_s = float(self._pace.costs(self._num_lanes())[0])
-        return max(_RETRY_PASSES, price_s / (_RETRY_SHARE * pass_s))
+    def _tries_again(self, drafting: Drafting, drafter: Drafter, room: Room) -> bool:
+        """Whether a draft that does not pay is asked all the same, a few passes in a row."""
+        if not drafter.tries:
+            price_s = _TRIES * drafter.wait_s
+            if drafter.takes_turns:
+                price_s += drafter.reading.of(drafting.num_unread)
+            row = room.rows[0] if room.rows else 1
+            pass_s = float(self._pace.costs(room.lanes)[row - 1]) / room.lanes
+            if drafter.passes_unasked < max(_RETRY_PASSES, price_s / (_RETRY_SHARE * pass_s)):
+                return False
+            drafter.tries = _TRIES
+        drafter.tries -= 1
+        return True
 
     def _pays(self, want: int, step_s: float, tokens_per_s: float, room: Room) -> Pays:
         """A token pays if it comes more surely than others would in the time that it takes."""
@@ -272,9 +292,10 @@ class Speculator:
     def judged(self, proposal: Proposal, tree: Tree, accepted: Accepted) -> None:
         """What the target kept of a proposal, of which it saw `tree`."""
         self._passes += 1
-        if self._shared.drafter is not None and self._drafting is not None:
-            self._shared.drafter.demand.note(len(accepted.token_ids), is_wanted=self._is_wanted)
-            self._is_wanted = False
+        if self._is_wanted is not None and self._shared.drafter is not None:
+            demand = self._shared.drafter.demand
+            demand.note(len(accepted.token_ids), is_wanted=self._is_wanted)
+            self._is_wanted = None
         if self._began is not None:
             modes, mode, began = self._began
             modes.note(mode, len(accepted.token_ids), time.perf_counter() - began)
