@@ -138,6 +138,9 @@ def heat(row: Row, temperature: float) -> Row:
     scores = row - checked_best(row.max())
     if temperature != 1.0:
         scores /= np.float32(temperature)
+    if temperature > 1.0:
+        # a difference of the smallest numbers would vanish, and what is not the best be as good
+        scores[(scores == 0) & (row < row.max())] = -np.finfo(np.float32).smallest_subnormal
     return scores
 
 

@@ -262,6 +262,14 @@ def test_filters_keep_the_best_and_shrink(
         after = fewer
 
 
+def test_the_least_difference_outlives_any_temperature() -> None:
+    row = np.array([0.0, np.finfo(np.float32).smallest_subnormal], np.float32)
+    for temperature in (0.5, 1.0, 2.0, 100.0):
+        scores = heat(row, temperature)
+        assert scores[0] < scores[1] == 0
+        assert keep_top_k(Candidates(np.arange(2, dtype=np.uint32), scores), 1).ids.tolist() == [1]
+
+
 @given(LOGITS)
 def test_neutral_settings_change_nothing(logits: list[float]) -> None:
     row = np.array(logits, np.float32)
